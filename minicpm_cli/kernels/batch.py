@@ -1,0 +1,29 @@
+"""The inputs of one forward step, prefill and decode alike: variable-length sequences over paged memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """T tokens of B sequences; S of the sequences are sampled after the step.
+
+    All tensors are on the model's device. The tokens of sequence b are rows q_start[b]:q_start[b+1];
+    they are the last ones of its kv_len[b] tokens, whose keys lie in the pages page_table[b].
+    """
+
+    ids: Tensor  # [T] int64, token ids
+    positions: Tensor  # [T] int64, position of each token in its sequence
+    slots: Tensor  # [T] int64, where its key goes: page * page_size + offset
+    q_start: Tensor  # [B+1] int32
+    kv_len: Tensor  # [B] int32, tokens in the cache after this step
+    page_table: Tensor  # [B, P] int32, padded with any valid page
+    last: Tensor  # [S] int64, the rows whose logits are wanted
+    max_q: int  # the longest run of new tokens
+    max_kv: int  # the longest kv_len
+    page_size: int
+    q_lens: tuple[int, ...]  # the same lengths on the host, for code that walks sequence by sequence
+    kv_lens: tuple[int, ...]

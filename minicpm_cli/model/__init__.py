@@ -1,0 +1,1 @@
+"""The model family as one decoder: configuration, layers, cache and weights."""

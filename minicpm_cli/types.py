@@ -1,0 +1,207 @@
+"""The few types that every layer shares. No torch here, so that `minicpm --help` stays fast."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, Protocol
+
+from minicpm_cli.errors import RequestError
+
+Role = Literal["system", "user", "assistant", "tool"]
+ROLES: tuple[Role, ...] = ("system", "user", "assistant", "tool")
+Channel = Literal["think", "answer"]
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One turn of a conversation. `reasoning` is what an assistant thought, without its tags."""
+
+    role: Role
+    content: str
+    reasoning: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are drawn. Every value is concrete; build it with `checked` from what a user gave.
+
+    temperature 0 is argmax; top_k 0 and top_p 1 mean off; top_p 0 keeps the most likely token only.
+    `max_tokens` None means: what is left of the context. `seed` None means: drawn afresh.
+    `logprobs` N returns the N most likely tokens' log-probabilities beside the chosen one's.
+    `think` None leaves the template's default. `schema` and `regex` constrain the output.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+    logprobs: int | None = None
+    think: bool | None = None
+    think_budget: int | None = None
+    schema: str | None = None
+    regex: str | None = None
+
+    def checked(self, given: Mapping[str, Any]) -> SamplingParams:
+        """These parameters with `given` laid over them. Raises RequestError(bad_parameter)."""
+        return replace(self, **check_sampling(given))
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Counts of tokens. `cached_tokens` of the prompt came from the prefix cache."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Seconds on the monotonic clock, from the moment the engine saw the request."""
+
+    queued_seconds: float = 0.0
+    first_token_seconds: float = 0.0
+    total_seconds: float = 0.0
+
+    def prefill_rate(self, usage: Usage) -> float:
+        """Prompt tokens computed (not cached) a second."""
+        seconds = self.first_token_seconds - self.queued_seconds
+        return (usage.prompt_tokens - usage.cached_tokens) / seconds if seconds > 0 else 0.0
+
+    def decode_rate(self, usage: Usage) -> float:
+        """Tokens a second after the first one."""
+        seconds = self.total_seconds - self.first_token_seconds
+        return (usage.completion_tokens - 1) / seconds if seconds > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """A token, its log-probability, and the most likely tokens at its place as (id, logprob)."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a user asks: a conversation, or a raw prompt when `messages` is a string."""
+
+    id: str
+    messages: tuple[Message, ...] | str
+    params: SamplingParams = field(default_factory=SamplingParams)
+    prefill: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A piece of an answer. The last event of a request carries `finish`, `usage` and `timings`.
+
+    `error` is set when the request failed; the others go on.
+    """
+
+    id: str
+    text: str = ""
+    channel: Channel = "answer"
+    finish: FinishReason | None = None
+    usage: Usage | None = None
+    timings: Timings | None = None
+    seed: int | None = None
+    logprobs: tuple[Logprob, ...] = ()
+    error: Exception | None = None
+
+
+class TokenSink(Protocol):
+    """What the engine knows of a request's text: it is told each token and may end the request."""
+
+    def push(self, token: int) -> FinishReason | None: ...
+
+
+class TokenMask(Protocol):
+    """Structured output: which tokens may come next. `row` is an int32 bitmask, 32 tokens a word."""
+
+    def fill(self, row: Any) -> None: ...
+    def accept(self, token: int) -> None: ...
+
+
+def check_sampling(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of `given` that are not None, checked for name, type and range.
+
+    Raises RequestError with code bad_parameter that names the parameter, the value and its range.
+    """
+    names = {f.name for f in fields(SamplingParams)}
+    unknown = sorted(set(given) - names)
+    if unknown:
+        raise RequestError("bad_parameter", f"unknown sampling parameter {unknown[0]!r}")
+    return {name: _CHECKS[name](name, value) for name, value in given.items() if value is not None}
+
+
+def _number(low: float, high: float, *, low_open: bool = False) -> Callable[[str, Any], float]:
+    def check(name: str, value: Any) -> float:
+        fits = isinstance(value, int | float) and not isinstance(value, bool)
+        if not fits or not math.isfinite(value) or not low <= value <= high or (low_open and value == low):
+            open_, high_ = "(" if low_open else "[", "inf)" if high == math.inf else f"{high:g}]"
+            raise _bad(name, value, f"a number in {open_}{low:g}, {high_}")
+        return float(value)
+
+    return check
+
+
+def _integer(low: int, high: int) -> Callable[[str, Any], int]:
+    def check(name: str, value: Any) -> int:
+        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+            raise _bad(name, value, f"a whole number from {low} to {high}")
+        return value
+
+    return check
+
+
+def _boolean(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise _bad(name, value, "true or false")
+    return value
+
+
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise _bad(name, value, "a string")
+    return value
+
+
+def _stops(name: str, value: Any) -> tuple[str, ...]:
+    stops = (value,) if isinstance(value, str) else value
+    if not isinstance(stops, list | tuple) or not all(isinstance(s, str) and s for s in stops):
+        raise _bad(name, value, "a non-empty string or a list of them")
+    return tuple(stops)
+
+
+def _bad(name: str, value: Any, wanted: str) -> RequestError:
+    return RequestError("bad_parameter", f"{name} is {value!r}; it must be {wanted}")
+
+
+_CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
+    "temperature": _number(0, math.inf),
+    "top_p": _number(0, 1),
+    "top_k": _integer(0, 2**31 - 1),
+    "min_p": _number(0, 1),
+    "repetition_penalty": _number(0, math.inf, low_open=True),
+    "presence_penalty": _number(-2, 2),
+    "frequency_penalty": _number(-2, 2),
+    "max_tokens": _integer(1, 2**31 - 1),
+    "stop": _stops,
+    "seed": _integer(0, 2**64 - 1),
+    "logprobs": _integer(0, 20),
+    "think": _boolean,
+    "think_budget": _integer(0, 2**31 - 1),
+    "schema": _text,
+    "regex": _text,
+}
