@@ -1,0 +1,116 @@
+"""What a setting may be, one check a kind: it returns the value or raises ValueError("what it must be").
+
+Strings are read as what they spell, since environment variables have nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from minicpm_cli.types import check_sampling
+
+DEVICE_PATTERN = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
+TEMPLATES = ("auto", "chatml", "minicpm")
+_LARGEST = 2**31 - 1
+_WORDS: Mapping[str, bool] = MappingProxyType(
+    {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+)
+
+
+def one_of(*choices: str, none: str | None = None) -> Callable[[Any], str | None]:
+    def check(value: Any) -> str | None:
+        if value not in choices and (none is None or value != none):
+            raise ValueError("one of " + ", ".join((*choices, none) if none else choices))
+        return None if value == none else str(value)
+
+    return check
+
+
+def _number(value: Any) -> Any:
+    """A string as the number it spells; anything else is left for the check to refuse."""
+    for kind in (int, float) if isinstance(value, str) else ():
+        try:
+            return kind(value)
+        except ValueError:
+            continue
+    return value
+
+
+def whole(low: int, high: int = _LARGEST, *, auto: bool = True) -> Callable[[Any], int | None]:
+    def check(value: Any) -> int | None:
+        number = _number(value)
+        if auto and value == "auto":
+            return None
+        if not isinstance(number, int) or isinstance(number, bool) or not low <= number <= high:
+            raise ValueError(f"a whole number from {low} to {high}" + (" or auto" if auto else ""))
+        return number
+
+    return check
+
+
+def fraction(value: Any) -> float:
+    number = _number(value)
+    if not isinstance(number, int | float) or isinstance(number, bool) or not 0 < number <= 1:
+        raise ValueError("a number in (0, 1]")
+    return float(number)
+
+
+def head_bits(value: Any) -> int:
+    if _number(value) not in (8, 16) or isinstance(_number(value), float):
+        raise ValueError("8 or 16")
+    return int(_number(value))
+
+
+def switch(value: Any) -> bool:
+    word = _WORDS.get(value.lower(), value) if isinstance(value, str) else value
+    if not isinstance(word, bool):
+        raise ValueError("true or false")
+    return word
+
+
+def text(value: Any) -> str:
+    if not isinstance(value, str | os.PathLike) or not str(value):
+        raise ValueError("a non-empty string")
+    return str(value)
+
+
+def device(value: Any) -> str:
+    if not isinstance(value, str) or not DEVICE_PATTERN.fullmatch(value):
+        raise ValueError("auto, cpu, cuda or cuda:N")
+    return value
+
+
+def template(value: Any) -> str:
+    if value in TEMPLATES:
+        return str(value)
+    path = Path(text(value)).expanduser()
+    if not path.is_file():
+        raise ValueError(f"{', '.join(TEMPLATES)} or a file that exists")
+    return str(path)
+
+
+def directory(value: Any) -> str:
+    path = Path(text(value)).expanduser()
+    if not path.is_dir():
+        raise ValueError("a directory that exists")
+    return str(path)
+
+
+def path(value: Any) -> Path:
+    return Path(text(value)).expanduser()
+
+
+def sampling(name: str) -> Callable[[Any], Any]:
+    def check(value: Any) -> Any:
+        if name == "think":
+            value = switch(value)
+        elif name not in ("stop", "schema", "regex"):
+            value = _number(value)
+        return check_sampling({name: value})[name]
+
+    return check
