@@ -1,0 +1,92 @@
+"""Plain-torch forms of every operation: the oracle of the kernels' tests, and what runs where there is no kernel."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from minicpm_cli.kernels.batch import ForwardBatch
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:  # [T, H]
+    """x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich 2019, equation 4), the mean in float32."""
+    return functional.rms_norm(x, (x.shape[-1],), weight, eps)
+
+
+def rope_(x: Tensor, cos: Tensor, sin: Tensor) -> None:  # [T, H, D], [T, 1, R/2] float32
+    """Rotates the last R elements of every head in place, element i with i + R/2, in float32."""
+    half = cos.shape[-1]
+    first, second = x[..., -2 * half : -half], x[..., -half:]
+    a, b = first.float(), second.float()
+    first.copy_(a * cos - b * sin)
+    second.copy_(b * cos + a * sin)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:  # [T, 2I] -> [T, I]
+    gate, up = gate_up.chunk(2, -1)
+    return functional.silu(gate) * up
+
+
+def relu_mul(gate_up: Tensor, threshold: float) -> Tensor:  # [T, 2I] -> [T, I]
+    """fatrelu (ProSparse, section 3.3): the gate where it is at least `threshold`, else 0; 0 makes it plain relu."""
+    gate, up = gate_up.chunk(2, -1)
+    return torch.where(gate >= threshold, gate, 0) * up
+
+
+def attend(
+    q: Tensor,  # [T, Hq, Dk]
+    k: Tensor,  # [pages, page_size, Hkv, Dk]
+    v: Tensor,  # [pages, page_size, Hkv, Dv]
+    batch: ForwardBatch,
+    scale: float,
+) -> Tensor:  # [T, Hq, Dv]
+    """Causal attention of each sequence's new tokens over its pages: softmax(q k^T * scale) v."""
+    singles = _leading_singles(batch.q_lens)
+    if singles == len(batch.q_lens):
+        return _decode(q, k, v, batch, scale, singles)
+    parts = [_decode(q[:singles], k, v, batch, scale, singles)] if singles else []
+    row = singles
+    for sequence in range(singles, len(batch.q_lens)):
+        rows = q[row : row + batch.q_lens[sequence]]
+        parts.append(_prefill(rows, k, v, batch, scale, sequence))
+        row += len(rows)
+    return torch.cat(parts)
+
+
+def _leading_singles(q_lens: tuple[int, ...]) -> int:
+    return next((i for i, length in enumerate(q_lens) if length != 1), len(q_lens))
+
+
+def _decode(q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch, scale: float, count: int) -> Tensor:
+    """One new token a sequence. The query heads that share a key head are rows of one product."""
+    longest = max(batch.kv_lens[:count])
+    pages = batch.page_table[:count, : -(-longest // batch.page_size)]
+    keys, values = (_gather(t, pages, longest) for t in (k, v))  # [B, Hkv, L, D]
+    grouped = q.view(count, k.shape[2], -1, q.shape[2])  # [B, Hkv, G, Dk]
+    mask = None
+    if min(batch.kv_lens[:count]) < longest:
+        columns = torch.arange(longest, device=q.device)
+        mask = (columns < batch.kv_len[:count, None])[:, None, None]
+    out = functional.scaled_dot_product_attention(grouped, keys, values, mask, scale=scale)
+    return out.reshape(count, q.shape[1], v.shape[3])
+
+
+def _gather(paged: Tensor, pages: Tensor, length: int) -> Tensor:  # [B, Hkv, L, D]
+    count, columns = pages.shape
+    rows = paged.index_select(0, pages.reshape(-1)).view(count, columns * paged.shape[1], *paged.shape[2:])
+    return rows[:, :length].transpose(1, 2)
+
+
+def _prefill(q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch, scale: float, sequence: int) -> Tensor:
+    """Several new tokens of one sequence, after the ones that its pages already hold."""
+    new, length = len(q), batch.kv_lens[sequence]
+    pages = batch.page_table[sequence : sequence + 1, : -(-length // batch.page_size)]
+    keys, values = (_gather(t, pages, length) for t in (k, v))
+    mask = None
+    if new < length:
+        mask = torch.ones(new, length, dtype=torch.bool, device=q.device).tril(length - new)
+    out = functional.scaled_dot_product_attention(
+        q.transpose(0, 1)[None], keys, values, mask, is_causal=mask is None, scale=scale, enable_gqa=True
+    )
+    return out[0].transpose(0, 1)

@@ -1,0 +1,117 @@
+"""One decoder for the whole family; what differs between the models is in their ModelConfig."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from minicpm_cli.errors import WeightsError
+from minicpm_cli.kernels.batch import ForwardBatch
+from minicpm_cli.kernels.ops import Ops
+from minicpm_cli.model.attention import GroupedAttention, LatentAttention
+from minicpm_cli.model.config import ModelConfig
+from minicpm_cli.model.kv import KVCache, LayerCache
+from minicpm_cli.model.mlp import make_mlp
+from minicpm_cli.model.rope import Rotary
+from minicpm_cli.model.weights import Weights
+from quant.embedding import Embedding
+from quant.linear import Linear
+from quant.pack import GroupInt
+
+EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+class Block:
+    """Two pre-normed branches on the residual stream, each scaled by muP's residual factor."""
+
+    def __init__(self, cfg: ModelConfig, weights: Weights, prefix: str, ops: Ops) -> None:
+        self.eps, self.residual_scale, self.ops = cfg.eps, cfg.residual_scale, ops
+        self.attention_norm = weights.vector(f"{prefix}.input_layernorm.weight", cfg.hidden_size)
+        kind = LatentAttention if cfg.mla else GroupedAttention
+        self.attention = kind(cfg, weights, f"{prefix}.self_attn", ops)
+        self.mlp_norm = weights.vector(f"{prefix}.post_attention_layernorm.weight", cfg.hidden_size)
+        self.mlp = make_mlp(cfg, weights, f"{prefix}.mlp", ops)
+
+    def __call__(
+        self, h: Tensor, cos: Tensor, sin: Tensor, batch: ForwardBatch, cache: LayerCache
+    ) -> Tensor:  # [T, H]
+        normed = self.ops.rms_norm(h, self.attention_norm, self.eps)
+        h = torch.add(h, self.attention(normed, cos, sin, batch, cache), alpha=self.residual_scale)
+        normed = self.ops.rms_norm(h, self.mlp_norm, self.eps)
+        return torch.add(h, self.mlp(normed), alpha=self.residual_scale)
+
+
+class Decoder:
+    """The model on its device. `forward` is a pure function of its arguments but for the cache it writes."""
+
+    def __init__(
+        self,
+        cfg: ModelConfig,
+        weights: Weights,
+        ops: Ops,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self.cfg, self.device, self.dtype, self.ops = cfg, weights.device, weights.dtype, ops
+        self.embed, self.head = _embed_and_head(cfg, weights)
+        blocks = []
+        for layer in range(cfg.layers):
+            blocks.append(Block(cfg, weights, f"model.layers.{layer}", ops))
+            if on_progress:
+                on_progress(layer + 1, cfg.layers)
+        self.blocks = tuple(blocks)
+        self.norm = weights.vector("model.norm.weight", cfg.hidden_size)
+        self.rotary = Rotary(cfg.rope, cfg.context, weights.device)
+        self.weight_bytes = weights.nbytes
+
+    def forward(self, batch: ForwardBatch, kv: KVCache) -> Tensor:  # [S, V] float32
+        """Logits of the rows `batch.last`; the keys and values of all rows are written to `kv`."""
+        return self.logits(self.hidden(batch, kv)[batch.last])
+
+    def hidden(self, batch: ForwardBatch, kv: KVCache) -> Tensor:  # [T, H]
+        """The residual stream after the last block."""
+        h = self.embed(batch.ids)
+        if self.cfg.embed_scale != 1.0:
+            h = h * self.cfg.embed_scale
+        cos, sin = self.rotary(batch.positions)
+        for block, cache in zip(self.blocks, kv.layers, strict=True):
+            h = block(h, cos, sin, batch, cache)
+        return h
+
+    def logits(self, h: Tensor) -> Tensor:  # [S, H] -> [S, V] float32
+        if not len(h):
+            return torch.empty(0, self.cfg.vocab, device=h.device)
+        h = self.ops.rms_norm(h, self.norm, self.cfg.eps)
+        if self.cfg.logit_divisor != 1.0:
+            h = h / self.cfg.logit_divisor
+        return self.head(h).float()
+
+
+def _embed_and_head(cfg: ModelConfig, weights: Weights) -> tuple[Embedding, Linear]:
+    """Ties the head to the embedding where config and files agree on it."""
+    shape, source = (cfg.vocab, cfg.hidden_size), weights.source
+    embed = weights.embedding(source.take(EMBED, shape))
+    if HEAD not in source:
+        if not cfg.tie:
+            raise WeightsError(
+                f"{HEAD} is missing and config.json says that it is not tied to the embedding "
+                "(tie_word_embeddings false): the files are incomplete, fetch them again"
+            )
+        return embed, weights.head(embed.table)
+    own = source.take(HEAD, shape)
+    if cfg.tie and _same(embed, own):
+        return embed, weights.head(embed.table)
+    if cfg.tie and cfg.tie_explicit:
+        raise WeightsError(
+            f"config.json says that {HEAD} is tied to {EMBED} (tie_word_embeddings true), but the files hold both and "
+            "they differ: correct config.json or remove the wrong tensor"
+        )
+    return embed, weights.head(
+        own if isinstance(own, GroupInt) else own.to(weights.device, weights.dtype, copy=True)
+    )
+
+
+def _same(embed: Embedding, head: Tensor | GroupInt) -> bool:
+    mine, theirs = (t.dequantize() if isinstance(t, GroupInt) else t for t in (embed.table, head))
+    return torch.equal(mine.cpu(), theirs.to(mine.dtype).cpu())

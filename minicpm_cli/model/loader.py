@@ -1,0 +1,48 @@
+"""From a checkpoint on disk to a Decoder on its device, tensor by tensor, with every tensor accounted for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from minicpm_cli.kernels.ops import ops_for
+from minicpm_cli.model.config import ModelConfig
+from minicpm_cli.model.decoder import Decoder
+from minicpm_cli.model.source import TensorSource, open_source
+from minicpm_cli.model.weights import Weights
+
+# Tables that older checkpoints store beside the weights; they are recomputed from the config.
+DERIVED = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
+
+
+def load_model(
+    path: Path,
+    cfg: ModelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Decoder:
+    """Loads the checkpoint in `path` (a folder or a .gguf file); `on_progress` hears (layers done, layers).
+
+    Raises WeightsError for any tensor that is missing, left over, or of the wrong shape or type.
+    """
+    return build_decoder(open_source(path, cfg), cfg, device, dtype, on_progress)
+
+
+def build_decoder(
+    source: TensorSource,
+    cfg: ModelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Decoder:
+    """A decoder from any source of tensors."""
+    for name in sorted(source.names()):
+        if name.endswith(DERIVED):
+            source.ignore(name)
+    with torch.inference_mode():
+        decoder = Decoder(cfg, Weights(source, device, dtype), ops_for(device), on_progress)
+    source.finish()
+    return decoder

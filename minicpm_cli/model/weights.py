@@ -1,0 +1,57 @@
+"""How layers get their weights: by Hugging Face name, each exactly once, placed on the device as they come."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from minicpm_cli.model.source import TensorSource
+from quant.embedding import Embedding
+from quant.linear import Dense, Linear, make_linear
+from quant.pack import GroupInt
+
+
+@dataclass(slots=True)
+class Weights:
+    """Pulls tensors out of `source` to `device`; counts the bytes that stay there."""
+
+    source: TensorSource
+    device: torch.device
+    dtype: torch.dtype
+    nbytes: int = field(default=0)
+
+    def linear(self, *wanted: tuple[str, int, int]) -> Linear:
+        """One layer over the rows of the named [N, K] matrices, given as (name, N, K), in that order."""
+        layer = make_linear(
+            [self.source.take(n, (rows, k)) for n, rows, k in wanted], self.device, self.dtype
+        )
+        self.nbytes += layer.nbytes
+        return layer
+
+    def head(self, stored: Tensor | GroupInt) -> Linear:
+        """The output head from its own weights, or from an embedding's table, whose memory it then shares."""
+        if isinstance(stored, Tensor) and stored.device == self.device and stored.dtype == self.dtype:
+            return Dense(stored)
+        layer = make_linear([stored], self.device, self.dtype)
+        self.nbytes += layer.nbytes
+        return layer
+
+    def vector(self, name: str, size: int) -> Tensor:  # [size]
+        return self._placed(self.source.take(name, (size,)))
+
+    def matrix(self, name: str, rows: int, columns: int) -> Tensor:  # [rows, columns]
+        """Plain weights, unpacked if they are stored packed."""
+        return self._placed(self.source.take(name, (rows, columns)))
+
+    def embedding(self, table: Tensor | GroupInt) -> Embedding:
+        layer = Embedding(table, self.device, self.dtype)
+        self.nbytes += layer.nbytes
+        return layer
+
+    def _placed(self, stored: Tensor | GroupInt) -> Tensor:
+        plain = stored.dequantize() if isinstance(stored, GroupInt) else stored
+        placed = plain.to(self.device, self.dtype, copy=True)
+        self.nbytes += placed.numel() * placed.element_size()
+        return placed
