@@ -76,9 +76,7 @@ class _Metadata:
         if found is None:
             return None
         if found.type != "F32" or len(found.shape) != 1:
-            raise WeightsError(
-                f"{self.header.path}: {name} is {found.type} {found.shape}, expected one row of F32"
-            )
+            raise WeightsError(f"{self.header.path}: {name} is {found.type} {found.shape}, expected one row of F32")
         with open(self.header.path, "rb") as file:
             file.seek(found.offset)
             return list(struct.unpack(f"<{found.shape[0]}f", file.read(found.nbytes)))

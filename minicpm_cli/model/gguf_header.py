@@ -11,6 +11,7 @@ import mmap
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, overload
 
@@ -152,7 +153,8 @@ class _Cursor:
     def need(self, count: int, what: str) -> None:
         if count > self.size - self.pos:
             raise self.fail(
-                f"{what} at byte {self.pos} expects {count} bytes, the file has {self.size - self.pos} left of {self.size}"
+                f"{what} at byte {self.pos} expects {count} bytes, the file has "
+                f"{self.size - self.pos} left of {self.size}"
             )
 
     def number(self, code: str, what: str) -> Any:
@@ -196,9 +198,7 @@ class _Cursor:
         except (struct.error, OverflowError):
             pos = self.size + 1
         if pos > self.size:
-            raise self.fail(
-                f"{what} holds {count} strings that do not end within the file's {self.size} bytes"
-            )
+            raise self.fail(f"{what} holds {count} strings that do not end within the file's {self.size} bytes")
         start, self.pos = self.pos, pos
         return Strings(data[start:pos], count)
 
@@ -262,9 +262,7 @@ def _tensor_info(cur: _Cursor) -> GGUFTensor:
     dims = struct.unpack(f"<{rank}Q", cur.take(8 * rank, name))
     kind, offset = cur.number("I", name), cur.number("Q", name)
     if kind not in GGML_TYPES:
-        raise WeightsError(
-            f"{cur.path}: tensor {name!r} has the unknown ggml type {kind}; the file needs a newer reader"
-        )
+        raise WeightsError(f"{cur.path}: tensor {name!r} has the unknown ggml type {kind}; update minicpm-cli")
     type_name, block, block_bytes = GGML_TYPES[kind]
     if dims[0] % block or 0 in dims:
         raise cur.fail(
@@ -279,9 +277,7 @@ def _place(cur: _Cursor, table: list[GGUFTensor], alignment: int) -> dict[str, G
     placed: dict[str, GGUFTensor] = {}
     for t in table:
         if t.offset % alignment:
-            raise cur.fail(
-                f"tensor {t.name!r} is at offset {t.offset}, not a multiple of the alignment {alignment}"
-            )
+            raise cur.fail(f"tensor {t.name!r} is at offset {t.offset}, not a multiple of the alignment {alignment}")
         if t.name in placed:
             raise cur.fail(f"tensor {t.name!r} appears twice")
         placed[t.name] = GGUFTensor(t.name, t.shape, t.type, start + t.offset, t.nbytes)
@@ -293,6 +289,6 @@ def _check_extents(cur: _Cursor, tensors: list[GGUFTensor]) -> None:
     for t in tensors:
         if t.offset + t.nbytes > cur.size:
             raise cur.fail(f"tensor {t.name!r} expects {t.offset + t.nbytes} bytes, the file has {cur.size}")
-    for a, b in zip(tensors, tensors[1:], strict=False):
+    for a, b in pairwise(tensors):
         if a.offset + a.nbytes > b.offset:
             raise cur.fail(f"tensors {a.name!r} and {b.name!r} overlap at byte {b.offset}")

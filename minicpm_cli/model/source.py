@@ -1,0 +1,81 @@
+"""Where a decoder's tensors come from: one protocol over safetensors, PyTorch .bin and GGUF files.
+
+The decoder pulls each tensor by its Hugging Face name, so no more than what it asked for is ever in memory.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+
+from minicpm_cli.errors import WeightsError
+from minicpm_cli.model.bin_source import BinSource
+from minicpm_cli.model.config import ModelConfig
+from minicpm_cli.model.gguf_source import GGUFSource
+from minicpm_cli.model.quantized import refuse_quantized
+from minicpm_cli.model.safetensors_source import SafetensorsSource
+from minicpm_cli.model.shards import bin_files, safetensors_files
+from quant.pack import Packed
+
+Stored = Tensor | Packed
+
+
+class TensorSource(Protocol):
+    """The tensors of a checkpoint by Hugging Face name; every one must be taken or ignored before `finish`."""
+
+    def __contains__(self, name: str) -> bool: ...
+
+    def names(self) -> set[str]:
+        """All names in the files."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The stored shape; raises WeightsError if there is no such tensor."""
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Stored:
+        """The tensor in host memory: read-only (it may be the file itself, mapped), valid while it is referenced.
+
+        Raises WeightsError naming file, tensor, what was expected and what was found.
+        """
+
+    def ignore(self, name: str) -> None:
+        """Accounts for a tensor that is not wanted."""
+
+    def finish(self) -> None:
+        """Closes the files; raises WeightsError listing the tensors that nobody asked for."""
+
+
+def open_source(path: Path, cfg: ModelConfig) -> TensorSource:
+    """Opens a checkpoint folder (safetensors before .bin before .gguf) or a .gguf file and checks its headers.
+
+    Raises WeightsError for damaged or missing files, UnsupportedModel for quantized checkpoints.
+    """
+    if path.is_file():
+        if path.suffix.lower() != ".gguf":
+            raise WeightsError(f"{path} is not a model folder or .gguf file; give the folder that holds config.json")
+        return GGUFSource(path, cfg)
+    return _open_folder(path, cfg)
+
+
+def _open_folder(folder: Path, cfg: ModelConfig) -> TensorSource:
+    if tensors := safetensors_files(folder):
+        source: TensorSource = SafetensorsSource(tensors, cfg)
+    elif pickled := bin_files(folder):
+        source = BinSource(pickled, cfg)
+    else:
+        return GGUFSource(_only_gguf(folder), cfg)
+    refuse_quantized(folder, source.names())
+    return source
+
+
+def _only_gguf(folder: Path) -> Path:
+    found = sorted(folder.glob("*.gguf"))
+    if len(found) > 1:
+        raise WeightsError(f"{folder} holds {len(found)} GGUF files: name one of {', '.join(f.name for f in found)}")
+    if not found:
+        raise WeightsError(
+            f"{folder} holds no weights: expected model.safetensors, pytorch_model.bin (or shards of them with their "
+            "index) or a .gguf file. Fetch the model again."
+        )
+    return found[0]
