@@ -1,0 +1,1 @@
+"""Text on both sides of the engine: tokenizers, chat templates, and tokens back to text."""
