@@ -19,8 +19,9 @@ def rope_(x: Tensor, cos: Tensor, sin: Tensor) -> None:  # [T, H, D], [T, 1, R/2
     half = cos.shape[-1]
     first, second = x[..., -2 * half : -half], x[..., -half:]
     a, b = first.float(), second.float()
-    first.copy_(a * cos - b * sin)
-    second.copy_(b * cos + a * sin)
+    turned = a * cos - b * sin, b * cos + a * sin
+    first.copy_(turned[0])
+    second.copy_(turned[1])
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:  # [T, 2I] -> [T, I]

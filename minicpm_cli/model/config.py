@@ -99,9 +99,7 @@ class ModelConfig:
             base = replace(base, **_mup(raw, base))
         if architecture == "MiniCPM3ForCausalLM":
             base = _with_mla(raw, base)
-        return replace(
-            base, **_tokens(raw, generation or {}), recommended=_recommended(raw, base, generation or {})
-        )
+        return replace(base, **_tokens(raw, generation or {}), recommended=_recommended(raw, base, generation or {}))
 
     @property
     def attention_scale(self) -> float:
@@ -137,9 +135,7 @@ def _architecture(raw: Mapping[str, Any]) -> str:
     name: str = names[0]
     if name not in SUPPORTED:
         sala = " MiniCPM-SALA's linear attention is not implemented." if "SALA" in name else ""
-        raise UnsupportedModel(
-            f"architecture {name} is not supported.{sala} Supported: {', '.join(SUPPORTED)}."
-        )
+        raise UnsupportedModel(f"architecture {name} is not supported.{sala} Supported: {', '.join(SUPPORTED)}.")
     if "SALA" in str(raw.get("model_type", "")).upper() or raw.get("mixer_types"):
         raise UnsupportedModel(
             "this checkpoint mixes linear attention (MiniCPM-SALA), which is not implemented. "
@@ -168,7 +164,7 @@ def _dense(raw: Mapping[str, Any], architecture: str) -> ModelConfig:
         vocab=_integer(raw, "vocab_size"),
         eps=_number(raw, "rms_norm_eps", 1e-6),
         context=context,
-        rope=_rope(raw, head_dim, context),
+        rope=_rope(raw, _rotary_dim(raw, architecture, head_dim), context),
         tie=_tie(raw, architecture),
         tie_explicit=isinstance(raw.get("tie_word_embeddings"), bool),
         activation=activation,
@@ -203,7 +199,11 @@ def _with_mla(raw: Mapping[str, Any], base: ModelConfig) -> ModelConfig:
     nope, rope = _integer(raw, "qk_nope_head_dim"), _integer(raw, "qk_rope_head_dim")
     v_dim = _integer(raw, "v_head_dim", base.hidden_size // base.heads)
     mla = MLAConfig(_integer(raw, "q_lora_rank"), _integer(raw, "kv_lora_rank"), nope, rope, v_dim)
-    return replace(base, mla=mla, head_dim=nope + rope, rope=_rope(raw, rope, base.context))
+    return replace(base, mla=mla, head_dim=nope + rope)
+
+
+def _rotary_dim(raw: Mapping[str, Any], architecture: str, head_dim: int) -> int:
+    return _integer(raw, "qk_rope_head_dim") if architecture == "MiniCPM3ForCausalLM" else head_dim
 
 
 def _moe(raw: Mapping[str, Any]) -> MoEConfig | None:
@@ -245,14 +245,8 @@ def _rope(raw: Mapping[str, Any], dim: int, context: int) -> RopeConfig:
     return _scaled_rope(raw, scaling, RopeConfig(dim, theta, kind), context)
 
 
-def _scaled_rope(
-    raw: Mapping[str, Any], scaling: Mapping[str, Any], rope: RopeConfig, context: int
-) -> RopeConfig:
-    original = (
-        scaling.get("original_max_position_embeddings")
-        or raw.get("original_max_position_embeddings")
-        or context
-    )
+def _scaled_rope(raw: Mapping[str, Any], scaling: Mapping[str, Any], rope: RopeConfig, context: int) -> RopeConfig:
+    original = scaling.get("original_max_position_embeddings") or raw.get("original_max_position_embeddings") or context
     short, long = (tuple(float(f) for f in scaling.get(f"{k}_factor") or ()) for k in ("short", "long"))
     if rope.kind == "longrope" and not len(short) == len(long) == rope.dim // 2:
         raise ConfigError(
