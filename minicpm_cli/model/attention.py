@@ -26,9 +26,7 @@ class GroupedAttention:
         )
         self.out = weights.linear((f"{prefix}.o_proj.weight", h, cfg.heads * d))
 
-    def __call__(
-        self, x: Tensor, cos: Tensor, sin: Tensor, batch: ForwardBatch, cache: LayerCache
-    ) -> Tensor:  # [T, H]
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, batch: ForwardBatch, cache: LayerCache) -> Tensor:  # [T, H]
         rows = len(x)
         qkv = self.qkv(x).view(rows, -1, self.head_dim)
         self.ops.rope_(qkv[:, : self.heads + self.kv_heads], cos, sin)
@@ -55,16 +53,12 @@ class LatentAttention:
         )
         self.q_norm = weights.vector(f"{prefix}.q_a_layernorm.weight", mla.q_rank)
         self.kv_norm = weights.vector(f"{prefix}.kv_a_layernorm.weight", mla.kv_rank)
-        self.q_up = weights.linear(
-            (f"{prefix}.q_b_proj.weight", cfg.heads * (mla.nope_dim + mla.rope_dim), mla.q_rank)
-        )
+        self.q_up = weights.linear((f"{prefix}.q_b_proj.weight", cfg.heads * (mla.nope_dim + mla.rope_dim), mla.q_rank))
         self.key_up, self.value_up = _split_kv_b(cfg, mla, weights, f"{prefix}.kv_b_proj.weight")
         self.out = weights.linear((f"{prefix}.o_proj.weight", h, cfg.heads * mla.v_dim))
 
-    def __call__(
-        self, x: Tensor, cos: Tensor, sin: Tensor, batch: ForwardBatch, cache: LayerCache
-    ) -> Tensor:  # [T, H]
-        low_q, low_kv = self.down(x).split((self.mla.q_rank, self.mla.latent), -1)
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, batch: ForwardBatch, cache: LayerCache) -> Tensor:  # [T, H]
+        low_q, low_kv = torch.split(self.down(x), [self.mla.q_rank, self.mla.latent], -1)
         q = self._queries(low_q, cos, sin)
         latent = self._latent(low_kv, cos, sin)
         cache.rows.index_copy_(0, batch.slots, latent.to(cache.rows.dtype))
@@ -75,7 +69,7 @@ class LatentAttention:
     def _queries(self, low: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # [T, heads, kv_rank + rope_dim]
         q = self.q_up(self.ops.rms_norm(low, self.q_norm, self.eps)).view(len(low), self.heads, -1)
         self.ops.rope_(q, cos, sin)
-        nope, rope = q.split((self.mla.nope_dim, self.mla.rope_dim), -1)
+        nope, rope = torch.split(q, [self.mla.nope_dim, self.mla.rope_dim], -1)
         absorbed = torch.bmm(nope.transpose(0, 1), self.key_up).transpose(0, 1)
         return torch.cat((absorbed, rope), -1)
 
@@ -89,5 +83,5 @@ class LatentAttention:
 def _split_kv_b(cfg: ModelConfig, mla: MLAConfig, weights: Weights, name: str) -> tuple[Tensor, Tensor]:
     """kv_b as [heads, nope_dim, kv_rank] for the keys and [heads, kv_rank, v_dim] for the values."""
     stacked = weights.matrix(name, cfg.heads * (mla.nope_dim + mla.v_dim), mla.kv_rank)
-    keys, values = stacked.view(cfg.heads, -1, mla.kv_rank).split((mla.nope_dim, mla.v_dim), 1)
+    keys, values = torch.split(stacked.view(cfg.heads, -1, mla.kv_rank), [mla.nope_dim, mla.v_dim], 1)
     return keys.contiguous(), values.transpose(1, 2).contiguous()

@@ -105,7 +105,7 @@ class ModelConfig:
     def attention_scale(self) -> float:
         """The factor of q·k before the softmax."""
         dim = self.mla.nope_dim + self.mla.rope_dim if self.mla else self.head_dim
-        return dim**-0.5
+        return float(dim**-0.5)
 
     @property
     def kv_elements_per_token(self) -> int:
@@ -184,7 +184,7 @@ def _refuse_biases(raw: Mapping[str, Any]) -> None:
         raise UnsupportedModel("pretraining_tp other than 1 in config.json is not supported")
 
 
-def _mup(raw: Mapping[str, Any], base: ModelConfig) -> dict[str, float]:
+def _mup(raw: Mapping[str, Any], base: ModelConfig) -> dict[str, Any]:
     """muP (Tensor Programs V) as MiniCPM uses it: embedding, branch and logit factors."""
     depth = _number(raw, "scale_depth", 1.4)
     divisor = base.hidden_size / _number(raw, "dim_model_base", 256)
@@ -235,14 +235,14 @@ def _rope(raw: Mapping[str, Any], dim: int, context: int) -> RopeConfig:
     """Reads rope_theta and rope_scaling, or rope_parameters which holds both in newer files."""
     scaling = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
     theta = float(scaling.get("rope_theta") or raw.get("rope_theta") or 10000.0)
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    kind: RopeKind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind == "default":
         return RopeConfig(dim, theta)
     if kind not in ("linear", "dynamic", "longrope", "llama3", "yarn"):
         raise UnsupportedModel(
             f"rope_scaling type {kind!r} is not supported; supported: default, linear, dynamic, longrope, llama3, yarn"
         )
-    return _scaled_rope(raw, scaling, RopeConfig(dim, theta, kind), context)
+    return _scaled_rope(raw, scaling, RopeConfig(dim, theta, kind=kind), context)
 
 
 def _scaled_rope(raw: Mapping[str, Any], scaling: Mapping[str, Any], rope: RopeConfig, context: int) -> RopeConfig:

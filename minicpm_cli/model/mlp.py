@@ -35,14 +35,13 @@ class MixtureOfExperts:
         self.active = cfg.moe.active
         self.router = weights.linear((f"{prefix}.gate.weight", cfg.moe.experts, cfg.hidden_size))
         self.experts = tuple(
-            GatedMLP(cfg, weights, _expert_names(f"{prefix}.experts.{e}"), ops)
-            for e in range(cfg.moe.experts)
+            GatedMLP(cfg, weights, _expert_names(f"{prefix}.experts.{e}"), ops) for e in range(cfg.moe.experts)
         )
 
     def __call__(self, x: Tensor) -> Tensor:  # [T, H]
         chosen, shares = self._route(x)
         out = torch.zeros_like(x)
-        for expert in chosen.unique().tolist():
+        for expert in torch.unique(chosen).tolist():
             rows, places = torch.where(chosen == expert)
             out.index_add_(0, rows, self.experts[expert](x[rows]) * shares[rows, places, None])
         return out
@@ -55,7 +54,8 @@ class MixtureOfExperts:
 def make_mlp(cfg: ModelConfig, weights: Weights, prefix: str, ops: Ops) -> GatedMLP | MixtureOfExperts:
     if cfg.moe:
         return MixtureOfExperts(cfg, weights, prefix, ops)
-    return GatedMLP(cfg, weights, tuple(f"{prefix}.{n}_proj.weight" for n in ("gate", "up", "down")), ops)  # type: ignore[arg-type]
+    gate, up, down = (f"{prefix}.{n}_proj.weight" for n in ("gate", "up", "down"))
+    return GatedMLP(cfg, weights, (gate, up, down), ops)
 
 
 def _expert_names(prefix: str) -> tuple[str, str, str]:
