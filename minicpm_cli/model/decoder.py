@@ -34,9 +34,7 @@ class Block:
         self.mlp_norm = weights.vector(f"{prefix}.post_attention_layernorm.weight", cfg.hidden_size)
         self.mlp = make_mlp(cfg, weights, f"{prefix}.mlp", ops)
 
-    def __call__(
-        self, h: Tensor, cos: Tensor, sin: Tensor, batch: ForwardBatch, cache: LayerCache
-    ) -> Tensor:  # [T, H]
+    def __call__(self, h: Tensor, cos: Tensor, sin: Tensor, batch: ForwardBatch, cache: LayerCache) -> Tensor:  # [T, H]
         normed = self.ops.rms_norm(h, self.attention_norm, self.eps)
         h = torch.add(h, self.attention(normed, cos, sin, batch, cache), alpha=self.residual_scale)
         normed = self.ops.rms_norm(h, self.mlp_norm, self.eps)
@@ -107,9 +105,7 @@ def _embed_and_head(cfg: ModelConfig, weights: Weights) -> tuple[Embedding, Line
             f"config.json says that {HEAD} is tied to {EMBED} (tie_word_embeddings true), but the files hold both and "
             "they differ: correct config.json or remove the wrong tensor"
         )
-    return embed, weights.head(
-        own if isinstance(own, GroupInt) else own.to(weights.device, weights.dtype, copy=True)
-    )
+    return embed, weights.head(own if isinstance(own, GroupInt) else own.to(weights.device, weights.dtype, copy=True))
 
 
 def _same(embed: Embedding, head: Tensor | GroupInt) -> bool:

@@ -63,9 +63,7 @@ def _longrope(rope: RopeConfig, context: int) -> tuple[Tensor, float]:
     attention = rope.attention_factor
     if attention is None:
         stretch = rope.factor
-        attention = (
-            1.0 if stretch <= 1 else math.sqrt(1 + math.log(stretch) / math.log(rope.original_context))
-        )
+        attention = 1.0 if stretch <= 1 else math.sqrt(1 + math.log(stretch) / math.log(rope.original_context))
     return _plain(rope, rope.theta) / torch.tensor(divisors), attention
 
 

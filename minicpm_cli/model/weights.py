@@ -24,9 +24,7 @@ class Weights:
 
     def linear(self, *wanted: tuple[str, int, int]) -> Linear:
         """One layer over the rows of the named [N, K] matrices, given as (name, N, K), in that order."""
-        layer = make_linear(
-            [self.source.take(n, (rows, k)) for n, rows, k in wanted], self.device, self.dtype
-        )
+        layer = make_linear([self.source.take(n, (rows, k)) for n, rows, k in wanted], self.device, self.dtype)
         self.nbytes += layer.nbytes
         return layer
 
