@@ -1,0 +1,84 @@
+"""The plain-torch operations against the textbook formulas in float64, sequence by sequence and head by head."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from steps import forward_batch, relative_error
+from torch import Tensor
+
+from minicpm_cli.kernels import reference
+
+PAGE = 4
+CPU = torch.device("cpu")
+
+
+def textbook(q: Tensor, keys: Tensor, values: Tensor, before: int, scale: float) -> Tensor:
+    """softmax(q k^T * scale) v for each new token over everything up to itself; q [n, Hq, D], keys [L, Hkv, D]."""
+    out = torch.empty(len(q), q.shape[1], values.shape[2], dtype=torch.float64)
+    group = q.shape[1] // keys.shape[1]
+    for i in range(len(q)):
+        for head in range(q.shape[1]):
+            seen = keys[: before + i + 1, head // group].double()
+            weights = (seen @ q[i, head].double() * scale).softmax(0)
+            out[i, head] = weights @ values[: before + i + 1, head // group].double()
+    return out
+
+
+MIXES = {
+    "one decode": [(1, 6)],
+    "decodes of unequal length": [(1, 0), (1, 9), (1, 3)],
+    "a fresh prompt": [(7, 0)],
+    "a later chunk": [(5, 6)],
+    "decodes, then chunks": [(1, 10), (1, 2), (3, 5), (6, 0)],
+}
+
+
+@pytest.mark.parametrize("heads", [(4, 4, 8, 8), (6, 2, 8, 8), (5, 1, 9, 8)])
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attend_equals_the_textbook(mix: str, heads: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    hq, hkv, dk, dv = heads
+    runs = MIXES[mix]
+    generator = torch.Generator().manual_seed(0)
+    tables, free = [], iter(torch.randperm(60, generator=generator).tolist())
+    for new, before in runs:
+        tables.append([next(free) for _ in range(-(-(new + before) // PAGE))])
+    k = torch.randn(60, PAGE, hkv, dk, generator=generator).to(dtype)
+    v = torch.randn(60, PAGE, hkv, dv, generator=generator).to(dtype)
+    q = torch.randn(sum(n for n, _ in runs), hq, dk, generator=generator).to(dtype)
+    batch = forward_batch([([0] * n, before) for n, before in runs], tables, PAGE, CPU)
+    out = reference.attend(q, k, v, batch, dk**-0.5)
+    expected, row = [], 0
+    for (new, before), table in zip(runs, tables, strict=True):
+        keys, values = (t[table].flatten(0, 1)[: before + new] for t in (k, v))
+        expected.append(textbook(q[row : row + new], keys, values, before, dk**-0.5))
+        row += new
+    assert relative_error(out, torch.cat(expected)) < (1e-6 if dtype == torch.float32 else 1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rms_norm(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(1)
+    x, weight = torch.randn(3, 77, generator=generator).to(dtype), torch.randn(77, generator=generator).to(dtype)
+    d = x.double()
+    expected = d / (d.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+    assert relative_error(reference.rms_norm(x, weight, 1e-5), expected) < (1e-6 if dtype == torch.float32 else 5e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rope_turns_the_last_elements_in_place(dtype: torch.dtype) -> None:
+    """As complex numbers: element i with i + R/2 is multiplied by exp(i angle); what comes before stays."""
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(5, 3, 10, generator=generator).to(dtype)
+    angles = torch.rand(5, 1, 3, generator=generator) * 6
+    turned = torch.complex(x[..., 4:7].double(), x[..., 7:].double()) * torch.exp(1j * angles.double())
+    expected = torch.cat((x[..., :4].double(), turned.real, turned.imag), -1)
+    reference.rope_(x, angles.cos(), angles.sin())
+    assert relative_error(x, expected) < (1e-6 if dtype == torch.float32 else 5e-3)
+
+
+def test_silu_mul() -> None:
+    x = torch.randn(4, 14, generator=torch.Generator().manual_seed(3))
+    gate, up = x.double()[:, :7], x.double()[:, 7:]
+    assert relative_error(reference.silu_mul(x), gate / (1 + (-gate).exp()) * up) < 1e-6
