@@ -83,7 +83,7 @@ class GGUFSource:
         return GGUFTensor(whole.name, whole.shape[1:], whole.type, whole.offset + part.expert * nbytes, nbytes)
 
     def _permuted_heads(self, name: str) -> int:
-        """Heads whose rows llama.cpp's converter interleaved: q's and k's, but not MiniCPM3's (conversion/minicpm.py)."""
+        """Heads whose rows llama.cpp's converter interleaved: q's and k's, but not MiniCPM3's (its minicpm.py)."""
         if self._cfg.architecture == "MiniCPM3ForCausalLM":
             return 0
         if name.endswith("self_attn.q_proj.weight"):
