@@ -12,113 +12,19 @@ _OPENS = re.compile(r"[<\[]")
 
 # Some vocabularies hold the tags of HTML as a way to write it shortly. That is text.
 _HTML = frozenset(
-    [
-        "a",
-        "abbr",
-        "b",
-        "big",
-        "blockquote",
-        "body",
-        "br",
-        "button",
-        "caption",
-        "center",
-        "cite",
-        "code",
-        "col",
-        "colgroup",
-        "dd",
-        "del",
-        "div",
-        "dl",
-        "dt",
-        "em",
-        "font",
-        "footer",
-        "form",
-        "h1",
-        "h2",
-        "h3",
-        "h4",
-        "h5",
-        "h6",
-        "head",
-        "header",
-        "hr",
-        "html",
-        "i",
-        "iframe",
-        "img",
-        "input",
-        "ins",
-        "kbd",
-        "label",
-        "li",
-        "link",
-        "main",
-        "meta",
-        "nav",
-        "object",
-        "ol",
-        "option",
-        "p",
-        "pre",
-        "q",
-        "script",
-        "section",
-        "select",
-        "small",
-        "span",
-        "strike",
-        "strong",
-        "style",
-        "sub",
-        "sup",
-        "table",
-        "tbody",
-        "td",
-        "textarea",
-        "tfoot",
-        "th",
-        "thead",
-        "title",
-        "tr",
-        "tt",
-        "u",
-        "ul",
-        "var",
-        "video",
-    ]
+    """
+    a abbr b big blockquote body br button caption center cite code col colgroup dd del div dl dt em font footer
+    form h1 h2 h3 h4 h5 h6 head header hr html i iframe img input ins kbd label li link main meta nav object ol
+    option p pre q script section select small span strike strong style sub sup table tbody td textarea tfoot th
+    thead title tr tt u ul var video
+    """.split()  # noqa: SIM905
 )
 _PIPED = re.compile(r"<\|.+\|>")
 _SYMBOLS = frozenset(
-    [
-        "<用户>",
-        "<AI>",
-        "<system>",
-        "<user>",
-        "<assistant>",
-        "<s>",
-        "</s>",
-        "<bos>",
-        "<eos>",
-        "<eot>",
-        "<eod>",
-        "<pad>",
-        "<cls>",
-        "<sep>",
-        "<mask>",
-        "<think>",
-        "</think>",
-        "<tool_call>",
-        "</tool_call>",
-        "<tool_response>",
-        "</tool_response>",
-        "<function",
-        "</function>",
-        "<param",
-        "</param>",
-    ]
+    """
+    <用户> <AI> <system> <user> <assistant> <s> </s> <bos> <eos> <eot> <eod> <pad> <cls> <sep> <mask> <think>
+    </think> <tool_call> </tool_call> <tool_response> </tool_response> <function </function> <param </param>
+    """.split()  # noqa: SIM905
 )
 _TAG = re.compile(r"</?([a-z][a-z0-9]*)\s*/?>?")
 

@@ -1,4 +1,4 @@
-"""A tokenizer.json out of a sentencepiece vocabulary: pieces with scores and types, from a GGUF or a tokenizer.model."""
+"""A tokenizer.json out of a sentencepiece vocabulary: pieces, scores and types of a GGUF or a tokenizer.model."""
 
 from __future__ import annotations
 
