@@ -80,6 +80,7 @@ def forward_batch(
         page_size=page_size,
         q_lens=q_lens,
         kv_lens=kv_lens,
+        runs=tuple(t[0] if t == list(range(t[0], t[0] + len(t))) else -1 for t in tables),
     )
 
 

@@ -27,3 +27,4 @@ class ForwardBatch:
     page_size: int
     q_lens: tuple[int, ...]  # the same lengths on the host, for code that walks sequence by sequence
     kv_lens: tuple[int, ...]
+    runs: tuple[int, ...] = ()  # the first page of each sequence whose pages are consecutive, -1 for the others

@@ -62,8 +62,7 @@ def _leading_singles(q_lens: tuple[int, ...]) -> int:
 def _decode(q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch, scale: float, count: int) -> Tensor:
     """One new token a sequence. The query heads that share a key head are rows of one product."""
     longest = max(batch.kv_lens[:count])
-    pages = batch.page_table[:count, : -(-longest // batch.page_size)]
-    keys, values = (_gather(t, pages, longest) for t in (k, v))  # [B, Hkv, L, D]
+    keys, values = (_history(t, batch, 0, count, longest) for t in (k, v))
     grouped = q.view(count, k.shape[2], -1, q.shape[2])  # [B, Hkv, G, Dk]
     mask = None
     if min(batch.kv_lens[:count]) < longest:
@@ -73,17 +72,20 @@ def _decode(q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch, scale: float, 
     return out.reshape(count, q.shape[1], v.shape[3])
 
 
-def _gather(paged: Tensor, pages: Tensor, length: int) -> Tensor:  # [B, Hkv, L, D]
-    count, columns = pages.shape
-    rows = paged.index_select(0, pages.reshape(-1)).view(count, columns * paged.shape[1], *paged.shape[2:])
+def _history(paged: Tensor, batch: ForwardBatch, first: int, count: int, length: int) -> Tensor:  # [B, Hkv, L, D]
+    """The cached rows of `count` sequences from `first` on: a view where one sequence's pages are consecutive."""
+    if count == 1 and batch.runs and batch.runs[first] >= 0:
+        start = batch.runs[first] * batch.page_size
+        return paged.flatten(0, 1)[start : start + length].transpose(0, 1)[None]
+    pages = batch.page_table[first : first + count, : -(-length // batch.page_size)]
+    rows = paged.index_select(0, pages.reshape(-1)).view(count, -1, *paged.shape[2:])
     return rows[:, :length].transpose(1, 2)
 
 
 def _prefill(q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch, scale: float, sequence: int) -> Tensor:
     """Several new tokens of one sequence, after the ones that its pages already hold."""
     new, length = len(q), batch.kv_lens[sequence]
-    pages = batch.page_table[sequence : sequence + 1, : -(-length // batch.page_size)]
-    keys, values = (_gather(t, pages, length) for t in (k, v))
+    keys, values = (_history(t, batch, sequence, 1, length) for t in (k, v))
     mask = None
     if new < length:
         mask = torch.ones(new, length, dtype=torch.bool, device=q.device).tril(length - new)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from steps import forward_batch, relative_error
 from torch import Tensor
 
 from minicpm_cli.kernels import reference
+from steps import forward_batch, relative_error
 
 PAGE = 4
 CPU = torch.device("cpu")
@@ -36,12 +36,15 @@ MIXES = {
 
 @pytest.mark.parametrize("heads", [(4, 4, 8, 8), (6, 2, 8, 8), (5, 1, 9, 8)])
 @pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("consecutive", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_attend_equals_the_textbook(mix: str, heads: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+def test_attend_equals_the_textbook(
+    mix: str, heads: tuple[int, int, int, int], dtype: torch.dtype, consecutive: bool
+) -> None:
     hq, hkv, dk, dv = heads
     runs = MIXES[mix]
     generator = torch.Generator().manual_seed(0)
-    tables, free = [], iter(torch.randperm(60, generator=generator).tolist())
+    tables, free = [], iter(range(3, 60) if consecutive else torch.randperm(60, generator=generator).tolist())
     for new, before in runs:
         tables.append([next(free) for _ in range(-(-(new + before) // PAGE))])
     k = torch.randn(60, PAGE, hkv, dk, generator=generator).to(dtype)
