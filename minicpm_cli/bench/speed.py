@@ -1,0 +1,109 @@
+"""The standard workloads, and how fast a runner of token ids does them."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from minicpm_cli.engine.engine import Engine, EngineRequest
+from minicpm_cli.errors import MinicpmError
+from minicpm_cli.types import SamplingParams
+
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One repetition. Seconds count from the moment the prompts were handed over."""
+
+    prompt_tokens: int
+    new_tokens: int
+    first_seconds: float
+    total_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """`batch` sequences of `prompt` tokens, each continued greedily by `new` tokens whatever they are."""
+
+    name: str
+    batch: int
+    prompt: int
+    new: int
+    rate: Callable[[Run], float]
+    help: str
+
+    @property
+    def unit(self) -> str:
+        return "tok/s"
+
+    def prompts(self, seed: int, vocab: int) -> list[tuple[int, ...]]:
+        """Random token ids: another seed shares no prefix."""
+        draw = random.Random(seed)
+        return [tuple(draw.randrange(vocab) for _ in range(self.prompt)) for _ in range(self.batch)]
+
+
+def decode_rate(run: Run) -> float:
+    """New tokens a second after the first."""
+    return (run.new_tokens - 1) / (run.total_seconds - run.first_seconds)
+
+
+def prefill_rate(run: Run) -> float:
+    """Prompt tokens a second up to the first new token."""
+    return run.prompt_tokens / run.first_seconds
+
+
+def output_rate(run: Run) -> float:
+    """New tokens of all sequences a second, their prompts' time included."""
+    return run.new_tokens / run.total_seconds
+
+
+_ALL = (
+    Workload("decode", 1, 128, 256, decode_rate, "one sequence, 128 tokens continued by 256"),
+    Workload("decode-long", 1, 2048, 256, decode_rate, "one sequence, 2048 tokens continued by 256"),
+    Workload("prefill", 1, 512, 1, prefill_rate, "one prompt of 512 tokens until its first new token"),
+    Workload("batch16", 16, 128, 128, output_rate, "16 sequences at once, 128 tokens continued by 128"),
+    Workload("batch64", 64, 128, 128, output_rate, "64 sequences at once, 128 tokens continued by 128"),
+)
+WORKLOADS: Mapping[str, Workload] = {workload.name: workload for workload in _ALL}
+
+
+class Runner(Protocol):
+    """Whatever can continue token ids: our engine, or another one in the same process."""
+
+    def run(self, prompts: list[tuple[int, ...]], new: int) -> Run: ...
+
+
+def measure(runner: Runner, workload: Workload, *, vocab: int, repeats: int) -> tuple[float, ...]:
+    """The rate of each of `repeats` runs, after one that warms up and does not count."""
+    runs = [runner.run(workload.prompts(seed, vocab), workload.new) for seed in range(repeats + 1)]
+    return tuple(workload.rate(run) for run in runs[1:])
+
+
+class EngineRunner:
+    """Our engine, asked by token ids: no text, no stop strings."""
+
+    def __init__(self, engine: Engine, clock: Clock = time.perf_counter) -> None:
+        self._engine, self._clock = engine, clock
+
+    def run(self, prompts: list[tuple[int, ...]], new: int) -> Run:
+        start = self._clock()
+        first, count = 0.0, 0
+        for event in self._engine.generate(_requests(prompts, new)):
+            if event.error is not None:
+                raise event.error
+            count += event.token is not None
+            first = first or self._clock() - start
+        total = self._clock() - start
+        if count != len(prompts) * new:
+            raise MinicpmError(f"the engine gave {count} tokens instead of {len(prompts) * new}; not measured")
+        return Run(sum(map(len, prompts)), count, first, total)
+
+
+def _requests(prompts: list[tuple[int, ...]], new: int) -> Iterable[EngineRequest]:
+    params = SamplingParams(temperature=0.0, max_tokens=new)
+    for number, prompt in enumerate(prompts):
+        yield EngineRequest(id=str(number), prompt=prompt, params=params, seed=0, eos_ids=frozenset())
