@@ -66,6 +66,11 @@ class TextSink:
             stopped = self._feed(self._bytes.decode(self._piece(token)))
         return "stop" if stopped else None
 
+    @property
+    def stopped(self) -> bool:
+        """A stop string was found; `close` may find one in what could have been the beginning of a think tag."""
+        return self._stopped
+
     def take(self) -> list[tuple[Channel, str]]:
         """The pieces of text since the last call, in order."""
         out, self._out = self._out, []

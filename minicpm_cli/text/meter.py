@@ -78,7 +78,8 @@ class Meter:
         given = [*args, *options.values()]
         for value in given:
             self._argument(value)
-        owner = getattr(function, "__self__", None)
+        # The sandbox wraps str.format.
+        owner = getattr(getattr(function, "__wrapped__", function), "__self__", None)
         if isinstance(owner, str | bytes):
             self.grows(getattr(function, "__name__", ""), owner, given)
 

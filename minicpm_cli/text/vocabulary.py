@@ -33,7 +33,7 @@ def vocabulary_from_folder(folder: Path) -> Vocabulary:
         raw = read_json(folder / "tokenizer.json")
         _check(raw, folder / "tokenizer.json")
     elif (folder / "tokenizer.model").is_file():
-        raw = tokenizer_from_sentencepiece(folder / "tokenizer.model", legacy=config.get("legacy") is not False)
+        raw = tokenizer_from_sentencepiece(folder / "tokenizer.model", legacy=config.get("legacy") is True)
         raw = _with_added(raw, _added_tokens(folder, config))
     else:
         raise TokenizerError(
