@@ -1,0 +1,54 @@
+"""What the rest of the program knows of a loaded model: its interface and its facts. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from minicpm_cli.types import Event, Request, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class LLMInfo:
+    """Facts about a loaded model: sizes in bytes, `context` and `cache_tokens` in tokens, times in seconds.
+
+    `scheme` says how the weights are stored (bf16, Q4_1, ...); `notes` are things to tell the user once.
+    """
+
+    name: str
+    context: int
+    scheme: str = "bf16"
+    device: str = "cpu"
+    architecture: str = ""
+    revision: str | None = None
+    parameters: int = 0
+    max_seqs: int = 1
+    weight_bytes: int = 0
+    cache_bytes: int = 0
+    cache_tokens: int = 0
+    load_seconds: float = 0.0
+    notes: tuple[str, ...] = ()
+
+
+class LanguageModel(Protocol):
+    """Text in, events out. `defaults` are the sampling values for whatever a user leaves unset."""
+
+    @property
+    def defaults(self) -> SamplingParams: ...
+
+    @property
+    def info(self) -> LLMInfo: ...
+
+    def prompt(self, request: Request) -> list[int]:
+        """The ids that `request` starts from. Raises what `stream` would report as the request's error."""
+        ...
+
+    def stream(self, requests: Iterable[Request | None]) -> Generator[Event]:
+        """Events of all requests, each request's in order. Closing the generator aborts what is still running.
+
+        `requests` is pulled only while there is room; None means that there is nothing right now.
+        """
+        ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,113 @@
+"""A language model without weights: answers are a function of the request, so that tests can state them exactly.
+
+It keeps LLM's promises: requests are pulled lazily, a failing request is an event with an error, closing the stream
+aborts what runs. Tokens are words here (a word and the spaces before it).
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import dataclass, field
+
+from minicpm_cli.errors import ContextOverflow, MinicpmError
+from minicpm_cli.llm.info import LLMInfo
+from minicpm_cli.types import Event, FinishReason, Message, Request, SamplingParams, Timings, Usage
+
+_WORD = re.compile(r"\s*\S+|\s+")
+
+
+def words(text: str) -> list[str]:
+    """The tokens of a text."""
+    return _WORD.findall(text)
+
+
+def echo(request: Request) -> str:
+    """The default answer: what was said last."""
+    last = request.messages if isinstance(request.messages, str) else request.messages[-1].content
+    return f"You said: {last}"
+
+
+@dataclass
+class FakeLLM:
+    """`answer` and `thought` make the text of a request; `fail` returns the error it is to end in, or None.
+
+    `delay` seconds pass before each token; `seats` requests run at once, taking turns. `seen` are the requests in the
+    order they were pulled, `aborted` the ids that were running when a stream was closed.
+    """
+
+    answer: Callable[[Request], str] = echo
+    thought: Callable[[Request], str] = lambda request: ""
+    fail: Callable[[Request], MinicpmError | None] = lambda request: None
+    delay: float = 0.0
+    seats: int = 4
+    context: int = 4096
+    defaults: SamplingParams = field(default_factory=SamplingParams)
+    notes: tuple[str, ...] = ()
+    seen: list[Request] = field(default_factory=list)
+    aborted: list[str] = field(default_factory=list)
+    closed: bool = False
+
+    @property
+    def info(self) -> LLMInfo:
+        return LLMInfo("fake", self.context, device="cpu", max_seqs=self.seats, load_seconds=0.25, notes=self.notes)
+
+    def prompt(self, request: Request) -> list[int]:
+        asked = request.messages
+        turns = (Message("user", asked),) if isinstance(asked, str) else asked
+        text = " ".join(f"{turn.role} {turn.content}" for turn in turns)
+        return list(range(len(words(f"{text} {request.prefill}"))))
+
+    def stream(self, requests: Iterable[Request | None]) -> Generator[Event]:
+        source, running, more = iter(requests), dict[str, Iterator[Event]](), True
+        try:
+            while more or running:
+                while more and len(running) < self.seats:
+                    try:
+                        request = next(source)
+                    except StopIteration:
+                        more = False
+                        break
+                    if request is None:
+                        break
+                    self.seen.append(request)
+                    running[request.id] = self._events(request)
+                for ident, events in list(running.items()):
+                    event = next(events)
+                    if event.finish is not None:
+                        del running[ident]
+                    yield event
+        finally:
+            self.aborted += running
+            if hasattr(source, "close"):
+                source.close()
+
+    def close(self) -> None:
+        self.closed = True
+
+    def _events(self, request: Request) -> Iterator[Event]:
+        error = self.fail(request) or self._overflow(request)
+        if error is not None:
+            yield Event(request.id, finish="error", error=error)
+            return
+        pieces = [("think", word) for word in words(self.thought(request))]
+        pieces += [("answer", word) for word in words(request.prefill + self.answer(request))]
+        limit = request.params.max_tokens or self.context
+        text = ""
+        for channel, word in pieces[:limit]:
+            time.sleep(self.delay)
+            text += word if channel == "answer" else ""
+            stop = next((s for s in request.params.stop if s in text), None)
+            if stop is not None:
+                break
+            yield Event(request.id, word, "think" if channel == "think" else "answer")
+        count = min(len(pieces), limit)
+        finish: FinishReason = "length" if len(pieces) > limit else "stop"
+        usage = Usage(len(self.prompt(request)), count, 0)
+        seed = request.params.seed if request.params.seed is not None else 1234
+        yield Event(request.id, finish=finish, usage=usage, timings=Timings(0.0, 0.5, 1.0), seed=seed)
+
+    def _overflow(self, request: Request) -> MinicpmError | None:
+        prompt, wanted = len(self.prompt(request)), request.params.max_tokens or 1
+        return ContextOverflow(prompt, wanted, self.context) if prompt + wanted > self.context else None
