@@ -83,9 +83,7 @@ class GGUFSource:
         return GGUFTensor(whole.name, whole.shape[1:], whole.type, whole.offset + part.expert * nbytes, nbytes)
 
     def _permuted_heads(self, name: str) -> int:
-        """Heads whose rows llama.cpp's converter interleaved: q's and k's, but not MiniCPM3's (its minicpm.py)."""
-        if self._cfg.architecture == "MiniCPM3ForCausalLM":
-            return 0
+        """Heads whose rows llama.cpp's converter interleaved: q's and k's. It leaves MLA's q_b, kv_a and kv_b alone."""
         if name.endswith("self_attn.q_proj.weight"):
             return self._cfg.heads
         return self._cfg.kv_heads if name.endswith("self_attn.k_proj.weight") else 0

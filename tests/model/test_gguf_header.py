@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import struct
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -196,3 +198,9 @@ def test_a_large_vocabulary_is_quick(tmp_path: Path) -> None:
     header = read_header(path)
     assert time.process_time() - start < 0.25
     assert header.metadata["tokenizer.ggml.tokens"][119_999] == "token119999"
+
+
+def test_planning_needs_no_torch() -> None:
+    """`minicpm ls` and the tokenizer read headers; torch would cost them seconds."""
+    code = "import sys, minicpm_cli.model.gguf; sys.exit('torch' in sys.modules or 'gguf' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

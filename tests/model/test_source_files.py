@@ -209,6 +209,11 @@ def test_header_length_beyond_the_file(tmp_path: Path, cfg: ModelConfig) -> None
         header_file(tmp_path, b"{}", length=length)
         with pytest.raises(WeightsError, match=rf"header expects {length} bytes, the file has 770"):
             open_source(tmp_path, cfg)
+    os.truncate(
+        header_file(tmp_path, b"{}", length=100_000_001), 200_000_000
+    )  # sparse; room enough, but never that long
+    with pytest.raises(WeightsError, match="header expects 100000001 bytes"):
+        open_source(tmp_path, cfg)
     (tmp_path / "model.safetensors").write_bytes(b"abc")
     with pytest.raises(WeightsError, match="the file has 3"):
         open_source(tmp_path, cfg)
