@@ -1,0 +1,78 @@
+"""The same work done by transformers, in the same process: the number to compare ours with."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minicpm_cli.bench.speed import Clock, Run
+from minicpm_cli.errors import UsageError
+
+LLAMA_KEYS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "max_position_embeddings",
+    "rms_norm_eps",
+)
+
+
+class TransformersRunner:
+    """Greedy decoding by a plain loop over the model's own cache: less overhead than its `generate`."""
+
+    def __init__(self, model: Any, clock: Clock = time.perf_counter) -> None:
+        self._model, self._clock = model, clock
+
+    @torch.inference_mode()
+    def run(self, prompts: list[tuple[int, ...]], new: int) -> Run:
+        """All prompts have the same length, so nothing is padded."""
+        ids = torch.tensor(prompts, device=self._model.device)
+        start = self._clock()
+        token, cache = self._step(ids, None)
+        first = self._clock() - start
+        for _ in range(new - 1):
+            token, cache = self._step(token, cache)
+        return Run(ids.numel(), len(prompts) * new, first, self._clock() - start)
+
+    def _step(
+        self,
+        ids: Tensor,  # [B, T]
+        cache: Any,
+    ) -> tuple[Tensor, Any]:
+        out = self._model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        token = out.logits[:, -1].argmax(-1, keepdim=True)
+        token.tolist()  # the host needs each token, as it does in any engine that streams
+        return token, out.past_key_values
+
+
+def load_peer(path: Path, device: torch.device, dtype: torch.dtype) -> Any:
+    """transformers' own model of a folder or a .gguf file, whose weights it dequantizes."""
+    from transformers import AutoModelForCausalLM
+
+    where, which = (path.parent, {"gguf_file": path.name}) if path.suffix == ".gguf" else (path, {})
+    return AutoModelForCausalLM.from_pretrained(where, dtype=dtype, **which).to(device).eval()
+
+
+def random_peer(raw: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> Any:
+    """transformers' Llama of the same sizes: muP's factors cost no time. Not for latent attention or experts."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    if raw.get("kv_lora_rank") or raw.get("num_experts"):
+        raise UsageError(
+            "--against transformers has no counterpart for latent attention or experts with random weights; "
+            "choose a dense shape, or -m MODEL"
+        )
+    tie = raw.get("tie_word_embeddings", raw["architectures"] != ["LlamaForCausalLM"])
+    config = LlamaConfig(**{key: raw[key] for key in LLAMA_KEYS if key in raw}, tie_word_embeddings=tie)
+    with torch.device(device):
+        model = LlamaForCausalLM._from_config(config, dtype=dtype)
+    return model.eval()
