@@ -59,7 +59,8 @@ def load_peer(path: Path, device: torch.device, dtype: torch.dtype) -> Any:
     from transformers import AutoModelForCausalLM
 
     where, which = (path.parent, {"gguf_file": path.name}) if path.suffix == ".gguf" else (path, {})
-    return AutoModelForCausalLM.from_pretrained(where, dtype=dtype, **which).to(device).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(where, dtype=dtype, **which)
+    return model.to(device).eval()
 
 
 def random_peer(raw: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> Any:
@@ -73,6 +74,6 @@ def random_peer(raw: Mapping[str, Any], device: torch.device, dtype: torch.dtype
         )
     tie = raw.get("tie_word_embeddings", raw["architectures"] != ["LlamaForCausalLM"])
     config = LlamaConfig(**{key: raw[key] for key in LLAMA_KEYS if key in raw}, tie_word_embeddings=tie)
+    build: Any = LlamaForCausalLM._from_config
     with torch.device(device):
-        model = LlamaForCausalLM._from_config(config, dtype=dtype)
-    return model.eval()
+        return build(config, dtype=dtype).eval()

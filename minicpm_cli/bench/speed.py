@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import random
-import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
-
-from minicpm_cli.engine.engine import Engine, EngineRequest
-from minicpm_cli.errors import MinicpmError
-from minicpm_cli.types import SamplingParams
 
 Clock = Callable[[], float]
 
@@ -81,29 +76,3 @@ def measure(runner: Runner, workload: Workload, *, vocab: int, repeats: int) -> 
     """The rate of each of `repeats` runs, after one that warms up and does not count."""
     runs = [runner.run(workload.prompts(seed, vocab), workload.new) for seed in range(repeats + 1)]
     return tuple(workload.rate(run) for run in runs[1:])
-
-
-class EngineRunner:
-    """Our engine, asked by token ids: no text, no stop strings."""
-
-    def __init__(self, engine: Engine, clock: Clock = time.perf_counter) -> None:
-        self._engine, self._clock = engine, clock
-
-    def run(self, prompts: list[tuple[int, ...]], new: int) -> Run:
-        start = self._clock()
-        first, count = 0.0, 0
-        for event in self._engine.generate(_requests(prompts, new)):
-            if event.error is not None:
-                raise event.error
-            count += event.token is not None
-            first = first or self._clock() - start
-        total = self._clock() - start
-        if count != len(prompts) * new:
-            raise MinicpmError(f"the engine gave {count} tokens instead of {len(prompts) * new}; not measured")
-        return Run(sum(map(len, prompts)), count, first, total)
-
-
-def _requests(prompts: list[tuple[int, ...]], new: int) -> Iterable[EngineRequest]:
-    params = SamplingParams(temperature=0.0, max_tokens=new)
-    for number, prompt in enumerate(prompts):
-        yield EngineRequest(id=str(number), prompt=prompt, params=params, seed=0, eos_ids=frozenset())

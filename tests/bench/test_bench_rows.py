@@ -1,0 +1,80 @@
+"""Rows survive JSON, and the table shows the newest of each, never another device's."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from minicpm_cli.bench import machine
+from minicpm_cli.bench.rows import Row, Setting, latest, markdown_table, read_rows
+from minicpm_cli.errors import FileError
+
+CPU = Setting(
+    device="Some CPU",
+    threads=2,
+    driver=None,
+    versions={"minicpm-cli": "0.1.0", "torch": "2.13.0"},
+    commit="abc1234",
+    date="2026-11-30",
+    model="demo",
+    scheme="Q4_1",
+)
+GPU = replace(CPU, device="Some GPU", threads=None, driver="580.1", model="minicpm5-1b", scheme="bf16")
+
+
+def row(setting: Setting = CPU, workload: str = "decode", *runs: float) -> Row:
+    return Row(setting, workload, runs or (10.0, 30.0, 20.0), "tok/s")
+
+
+def test_a_row_survives_json() -> None:
+    before = [row(), row(GPU, "prefill", 12340.0)]
+    assert read_rows("".join(r.to_json() + "\n" for r in before)) == before
+
+
+def test_json_names_everything_and_the_median() -> None:
+    record = json.loads(row(CPU, "decode", 3.0, 1.0, 2.00004).to_json())
+    assert record["value"] == 2.0
+    assert record["runs"] == [3.0, 1.0, 2.0]
+    assert {"device", "threads", "driver", "versions", "commit", "date", "model", "scheme", "engine"} <= set(record)
+    assert (record["workload"], record["unit"]) == ("decode", "tok/s")
+
+
+@pytest.mark.parametrize("line", ["{", "[1]", "{}", '{"device": 1}', "null"])
+def test_a_foreign_line_is_refused(line: str) -> None:
+    with pytest.raises(FileError, match="not a row"):
+        read_rows(line)
+
+
+def test_the_newest_row_of_a_workload_counts() -> None:
+    old, new = row(CPU, "decode", 1.0), row(replace(CPU, date="2026-12-01", commit="def"), "decode", 2.0)
+    assert latest([old, row(GPU, "decode", 9.0), new]) == [new, row(GPU, "decode", 9.0)]
+
+
+def test_the_table_has_a_line_for_each_setting_and_a_column_for_each_workload() -> None:
+    rows = [row(CPU, "prefill", 1234.5), row(), row(GPU, "decode", 987654.0)]
+    assert markdown_table(rows, ["decode", "unmeasured", "prefill"]).split("\n") == [
+        "| device | model | scheme | engine | decode (tok/s) | prefill (tok/s) | versions | date |",
+        "| :-- | :-- | :-- | :-- | --: | --: | :-- | :-- |",
+        "| Some CPU, 2 threads | demo | Q4_1 | minicpm-cli | 20 | 1,234 "
+        "| minicpm-cli 0.1.0, torch 2.13.0 | 2026-11-30 |",
+        "| Some GPU | minicpm5-1b | bf16 | minicpm-cli | 987,700 |  "
+        "| minicpm-cli 0.1.0, torch 2.13.0, driver 580.1 | 2026-11-30 |",
+    ]
+
+
+def test_this_machine_is_named() -> None:
+    here = machine.setting_for(torch.device("cpu"), "demo", "Q4_1")
+    assert here.device
+    assert here.threads == torch.get_num_threads()
+    assert here.versions["torch"] == torch.__version__
+    assert here.driver is None
+    assert "triton" not in here.versions
+
+
+def test_a_missing_program_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert machine.driver_version() is None
+    assert machine.commit() is None
