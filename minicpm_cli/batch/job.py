@@ -1,0 +1,134 @@
+"""Everything a run needs before a model loads, opened and checked in the order that refuses without touching OUT."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+from minicpm_cli.batch.files import STREAM, Lock, failed, is_plain
+from minicpm_cli.batch.journal import Journal, Output, Past, StreamOutput, recover
+from minicpm_cli.batch.manifest import (
+    Manifest,
+    fingerprint,
+    manifest_path,
+    new_seed,
+    read_manifest,
+    refuse_changes,
+)
+from minicpm_cli.batch.options import BatchOptions, check_options
+from minicpm_cli.batch.order import restore_order
+from minicpm_cli.batch.scan import Scan, scan_input
+from minicpm_cli.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """`scan` is None for a stream, `journal` is the real path of OUT or None when OUT is no regular file."""
+
+    source: BinaryIO
+    output: Output
+    seed: int
+    scan: Scan | None = None
+    journal: Path | None = None
+    past: Past = field(default_factory=Past)
+
+
+@contextmanager
+def open_job(options: BatchOptions) -> Iterator[Job]:
+    """Raises UsageError, FileError. On leaving, OUT is whole and on disk, in order if that was asked for, its lock free."""
+    check_options(options)
+    out = _journal_path(options.output)
+    with ExitStack() as held:
+        if out is not None:
+            held.callback(Lock(out).release)
+        with ExitStack() as stack:
+            job = _stream_job(options, stack) if out is None else _file_job(options, out, stack)
+            yield job
+        if options.ordered and out and job.scan and job.past.ok:
+            restore_order(out, Path(options.input), job.scan.size)
+
+
+def _journal_path(name: str) -> Path | None:
+    """The real path of OUT, so that all of its names share one manifest; None for '-', pipes and devices."""
+    if name == STREAM or (os.path.exists(name) and not is_plain(name)):
+        return None
+    return Path(os.path.realpath(name))
+
+
+def _stream_job(options: BatchOptions, stack: ExitStack) -> Job:
+    scan = scan_input(Path(options.input), options.shard) if is_plain(options.input) else None
+    source = _open_source(options.input, stack)
+    seed = options.given_seed if options.given_seed is not None else new_seed()
+    if options.output == STREAM:
+        output = StreamOutput(sys.stdout.buffer, "standard output", owned=False)
+    else:
+        output = StreamOutput(_opened(options.output, "wb"), options.output, owned=True)
+    stack.callback(output.close)
+    return Job(source, output, seed, scan)
+
+
+def _file_job(options: BatchOptions, out: Path, stack: ExitStack) -> Job:
+    old = None if options.overwrite else _old_manifest(out, options)
+    mark = None if old is None else old.input_bytes
+    scan = scan_input(Path(options.input), options.shard, mark) if is_plain(options.input) else None
+    manifest = _manifest(options, old, scan)
+    if old is not None and not options.force:
+        refuse_changes(old, manifest, scan, out)
+    source = _open_source(options.input, stack)
+    past = _past(options, out)
+    if manifest != old:
+        manifest.write(manifest_path(out))
+    journal = Journal(out)
+    stack.callback(journal.close)
+    return Job(source, journal, manifest.seed, scan, out, past)
+
+
+def _old_manifest(out: Path, options: BatchOptions) -> Manifest | None:
+    """None when OUT holds nothing yet, or nothing is known of it and --force says to go on."""
+    if not out.exists() or out.stat().st_size == 0:
+        return None
+    path = manifest_path(out)
+    if options.force and not path.exists():
+        return None
+    old = read_manifest(path)
+    if old is None:
+        raise UsageError(
+            f"{out} already holds something and has no {path.name}, so nothing is known of its rows. "
+            "Give another OUT, start again with --overwrite, or append to it with --force."
+        )
+    return old
+
+
+def _manifest(options: BatchOptions, old: Manifest | None, scan: Scan | None) -> Manifest:
+    seed = options.given_seed
+    if seed is None:
+        seed = new_seed() if old is None else old.seed
+    return Manifest(dict(options.model), options.parameters, options.shard_name, seed, fingerprint(scan))
+
+
+def _past(options: BatchOptions, out: Path) -> Past:
+    """An overwritten file is emptied before its new manifest is written: the old rows never meet it."""
+    if options.overwrite or not out.exists():
+        _opened(str(out), "wb").close()
+        return Past()
+    return recover(out, drop_errors=options.retry_errors, lenient=options.force)
+
+
+def _open_source(name: str, stack: ExitStack) -> BinaryIO:
+    if name != STREAM:
+        return stack.enter_context(_opened(name, "rb"))
+    if sys.stdin is None:
+        raise UsageError("There is no standard input to read from. Give a file.")
+    return sys.stdin.buffer
+
+
+def _opened(name: str, mode: str) -> BinaryIO:
+    try:
+        return open(name, mode)  # type: ignore[return-value]
+    except OSError as e:
+        raise failed("open", name, e) from e

@@ -1,0 +1,233 @@
+"""OUT as a journal: each row is on disk as it finishes, and after any crash the file says exactly what is done.
+
+A row is handed to the system whole and at once, and fsynced within a second: a killed process loses no row
+that it reported, a power cut at most the last second's. Whatever goes wrong in a write, the file is cut back
+to its last complete row; whatever could not even be cut is cut when the next run opens it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from array import array
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, BinaryIO, Protocol
+
+from minicpm_cli.batch.files import failed, replace_file
+from minicpm_cli.batch.keys import HashSet, Id, id_key, key_hash, line_key
+from minicpm_cli.batch.lines import raw_lines
+from minicpm_cli.errors import FileError
+
+_SYNC_SECONDS = 1.0
+
+
+class Output(Protocol):
+    def append(self, row: bytes) -> None: ...
+    def close(self) -> None: ...
+
+
+@dataclass(slots=True)
+class Past:
+    """What an output file holds: the hashes of the finished rows' keys, how many are good, and the errors by code."""
+
+    done: HashSet = field(default_factory=HashSet)
+    ok: int = 0
+    errors: Counter[str] = field(default_factory=Counter)
+
+
+class Journal:
+    """Appends rows to a file that `recover` has made whole. Raises FileError."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (closed by close)
+            self._end = os.fstat(self._file.fileno()).st_size
+        except OSError as e:
+            raise failed("write", path, e) from e
+        self._path = path
+        self._synced = time.monotonic()
+
+    def append(self, row: bytes) -> None:
+        try:
+            write_all(self._file, row)
+            self._end += len(row)
+            if time.monotonic() - self._synced >= _SYNC_SECONDS:
+                self._sync()
+        except OSError as e:
+            self._cut()
+            raise failed("write", self._path, e) from e
+
+    def close(self) -> None:
+        """Leaves complete rows only, on disk."""
+        if self._file.closed:
+            return
+        try:
+            self._cut()
+            self._sync()
+        except OSError as e:
+            raise failed("write", self._path, e) from e
+        finally:
+            self._file.close()
+
+    def _sync(self) -> None:
+        os.fsync(self._file.fileno())
+        self._synced = time.monotonic()
+        self._still_there()
+
+    def _still_there(self) -> None:
+        ours = os.fstat(self._file.fileno())
+        try:
+            named = os.stat(self._path)
+        except FileNotFoundError:
+            named = None
+        if named is None or (named.st_dev, named.st_ino) != (ours.st_dev, ours.st_ino):
+            raise FileError(
+                f"{self._path} was removed or replaced while it was being written; "
+                "the rows written since are lost. Put it back and run the same command again."
+            )
+
+    def _cut(self) -> None:
+        with suppress(OSError):
+            if os.fstat(self._file.fileno()).st_size > self._end:
+                self._file.truncate(self._end)
+
+
+class StreamOutput:
+    """Rows to stdout, a pipe or a device. A BrokenPipeError passes through: the reader has gone, that is no error."""
+
+    def __init__(self, stream: BinaryIO | IO[bytes], name: str, *, owned: bool) -> None:
+        self._stream, self._name, self._owned = stream, name, owned
+
+    def append(self, row: bytes) -> None:
+        try:
+            write_all(self._stream, row)
+            self._stream.flush()
+        except BrokenPipeError:
+            raise
+        except OSError as e:
+            raise failed("write", self._name, e) from e
+
+    def close(self) -> None:
+        if self._owned:
+            with suppress(OSError):
+                self._stream.close()
+
+
+def write_all(stream: BinaryIO | IO[bytes], data: bytes) -> None:
+    """A raw file may take a part only."""
+    rest = memoryview(data)
+    while rest:
+        rest = rest[stream.write(rest) or 0 :]
+
+
+def recover(path: Path, *, drop_errors: bool, lenient: bool) -> Past:
+    """Makes the file whole (a torn last row is cut off, a missing last newline added) and reads what is done.
+
+    `drop_errors` takes the error rows out, through a copy that is renamed into place. A line in the middle that is
+    no output row raises FileError, unless `lenient`: then it stays and counts for nothing.
+    """
+    try:
+        _mend(path, lenient=lenient)
+        if drop_errors and any(_is_error(row) for _, row in rows_of(path)):
+            _drop_errors(path)
+        return _past(path)
+    except OSError as e:
+        raise failed("read", path, e) from e
+
+
+def row_key(row: dict[str, Any]) -> tuple[bytes, str | None]:
+    """(key, error code or None) of an output row. Raises ValueError for what is no output row.
+
+    An error row whose id is its own line number may stand for a line without a readable id, so it counts for the line.
+    """
+    id_, code = _id(row), _error_code(row)
+    by_line = code is not None and id_ == _error_line(row)
+    return line_key(int(id_)) if by_line else id_key(id_), code
+
+
+def _id(row: dict[str, Any]) -> Id:
+    value = row["custom_id"] if "custom_id" in row else row.get("id")
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise ValueError("no id")
+    return value
+
+
+def _error_code(row: dict[str, Any]) -> str | None:
+    error = row.get("error")
+    if error is None:
+        if "text" not in row and "response" not in row:
+            raise ValueError("neither an answer nor an error")
+        return None
+    return str(error.get("code", "internal")) if isinstance(error, dict) else "internal"
+
+
+def _error_line(row: dict[str, Any]) -> Any:
+    return row["error"].get("line") if "custom_id" in row and isinstance(row["error"], dict) else row.get("line")
+
+
+def _is_error(raw: bytes) -> bool:
+    row = read_row(raw)
+    return row is not None and row[1] is not None
+
+
+def read_row(raw: bytes) -> tuple[bytes, str | None] | None:
+    """`row_key` of a line, None for one that is no output row."""
+    try:
+        row = json.loads(raw)
+        return row_key(row) if isinstance(row, dict) else None
+    except (ValueError, RecursionError):
+        return None
+
+
+def rows_of(path: Path) -> Iterator[tuple[int, bytes]]:
+    with open(path, "rb") as f:
+        yield from raw_lines(f)
+
+
+def _mend(path: Path, *, lenient: bool) -> None:
+    offset, raw = 0, b""
+    for number, (offset, raw) in enumerate(rows_of(path), 1):
+        if not lenient and raw.endswith(b"\n") and raw.strip() and read_row(raw) is None:
+            raise FileError(
+                f"Line {number} of {path} (byte {offset}) is no output row. "
+                "Give another OUT, repair that line, or start again with --overwrite."
+            )
+    if raw and not raw.endswith(b"\n"):
+        with open(path, "r+b") as f:
+            if read_row(raw) is None:
+                f.truncate(offset)
+            else:
+                f.seek(0, os.SEEK_END)
+                f.write(b"\n")
+
+
+def _drop_errors(path: Path) -> None:
+    def write(target: IO[bytes]) -> None:
+        with suppress(OSError):
+            shutil.copymode(path, target.name)
+        for _, raw in rows_of(path):
+            if not _is_error(raw):
+                target.write(raw)
+
+    replace_file(path, write)
+
+
+def _past(path: Path) -> Past:
+    past, done = Past(), array("Q")
+    for _, raw in rows_of(path):
+        row = read_row(raw)
+        if row is None:
+            continue
+        done.append(key_hash(row[0]))
+        if row[1] is None:
+            past.ok += 1
+        else:
+            past.errors[row[1]] += 1
+    past.done = HashSet(done)
+    return past

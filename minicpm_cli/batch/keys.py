@@ -1,0 +1,66 @@
+"""Who is who: a row's key, its 64-bit hash, a set of such hashes at 8 bytes each, and the row's own seed."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Iterable
+from hashlib import blake2b
+
+import numpy as np
+
+Id = str | int | float
+
+_RECENT = 1 << 16  # members kept in a plain set before they are merged into the sorted array
+
+
+def id_key(id_: Id) -> bytes:
+    """1 and "1" are two ids: the JSON type is part of the key."""
+    return json.dumps(id_).encode("ascii")
+
+
+def line_key(number: int) -> bytes:
+    """The key of a line whose id cannot be read. No `id_key` starts with '#'."""
+    return b"#%d" % number
+
+
+def key_hash(key: bytes) -> int:
+    return int.from_bytes(blake2b(key, digest_size=8).digest(), "little")
+
+
+def row_seed(seed: int, key: bytes) -> int:
+    """53 bits, so that the recorded number survives readers that keep numbers as doubles."""
+    digest = blake2b(key, digest_size=8, salt=seed.to_bytes(8, "little"), person=b"row-seed").digest()
+    return int.from_bytes(digest, "little") >> 11
+
+
+class HashSet:
+    """A set of 64-bit hashes: a sorted array and a small set of newcomers. 1,000,000 members take 8 MB."""
+
+    def __init__(self, members: Iterable[int] = ()) -> None:
+        self._sorted = np.unique(np.frombuffer(array("Q", members), dtype=np.uint64))
+        self._recent: set[int] = set()
+
+    def add(self, value: int) -> None:
+        if value in self:
+            return
+        self._recent.add(value)
+        if len(self._recent) >= max(_RECENT, len(self._sorted) // 32):
+            newcomers = np.fromiter(self._recent, np.uint64, len(self._recent))
+            self._sorted = np.union1d(self._sorted, newcomers)
+            self._recent.clear()
+
+    def __contains__(self, value: int) -> bool:
+        if value in self._recent:
+            return True
+        at = int(np.searchsorted(self._sorted, np.uint64(value)))
+        return at < len(self._sorted) and int(self._sorted[at]) == value
+
+    def __len__(self) -> int:
+        return len(self._sorted) + len(self._recent)
+
+
+def repeated(hashes: array[int]) -> set[int]:
+    """The values that occur more than once."""
+    ordered = np.sort(np.frombuffer(hashes, dtype=np.uint64))
+    return {int(v) for v in np.unique(ordered[1:][ordered[1:] == ordered[:-1]])}
