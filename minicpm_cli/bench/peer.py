@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,27 +32,32 @@ class TransformersRunner:
 
     def __init__(self, model: Any, clock: Clock = time.perf_counter) -> None:
         self._model, self._clock = model, clock
+        names = inspect.signature(model.forward).parameters
+        self._cache_name = "cache" if "cache" in names else "past_key_values"  # renamed within transformers 5
 
     @torch.inference_mode()
     def run(self, prompts: list[tuple[int, ...]], new: int) -> Run:
         """All prompts have the same length, so nothing is padded."""
+        from transformers import DynamicCache
+
+        cache = DynamicCache(config=self._model.config)
         ids = torch.tensor(prompts, device=self._model.device)
         start = self._clock()
-        token, cache = self._step(ids, None)
+        token = self._step(ids, cache)
         first = self._clock() - start
         for _ in range(new - 1):
-            token, cache = self._step(token, cache)
+            token = self._step(token, cache)
         return Run(ids.numel(), len(prompts) * new, first, self._clock() - start)
 
     def _step(
         self,
         ids: Tensor,  # [B, T]
         cache: Any,
-    ) -> tuple[Tensor, Any]:
-        out = self._model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        token = out.logits[:, -1].argmax(-1, keepdim=True)
+    ) -> Tensor:  # [B, 1]
+        logits = self._model(ids, use_cache=True, logits_to_keep=1, **{self._cache_name: cache}).logits
+        token: Tensor = logits[:, -1].argmax(-1, keepdim=True)
         token.tolist()  # the host needs each token, as it does in any engine that streams
-        return token, out.past_key_values
+        return token
 
 
 def load_peer(path: Path, device: torch.device, dtype: torch.dtype) -> Any:
