@@ -1,0 +1,53 @@
+"""Writes the README's generated blocks: `python tests/project/readme.py`. test_readme checks that it was run."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+README = ROOT / "README.md"
+ROWS = ROOT / ".bench" / "rows.jsonl"
+
+
+def blocks() -> dict[str, str]:
+    """What belongs between `<!-- name... -->` and `<!-- /name -->`."""
+    return {"commands": commands(), "benchmarks": benchmarks()}
+
+
+def commands() -> str:
+    """A table of the application's visible commands, in its own words."""
+    import typer.main
+
+    from minicpm_cli.cli import app
+
+    group = typer.main.get_command(app)
+    listed = group.commands.items()  # type: ignore[attr-defined]
+    lines = [f"| `minicpm {name}` | {first_line(command.help)} |" for name, command in listed if not command.hidden]
+    return "\n".join(["| command | what it does |", "| :-- | :-- |", *lines])
+
+
+def first_line(help_text: str | None) -> str:
+    return (help_text or "").strip().split("\n\n")[0].replace("\n", " ").replace("|", "\\|")
+
+
+def benchmarks() -> str:
+    """The table of the stored rows."""
+    from minicpm_cli.bench.command import CHOICES
+    from minicpm_cli.bench.rows import markdown_table, read_rows
+
+    rows = read_rows(ROWS.read_text(encoding="utf-8")) if ROWS.is_file() else []
+    return markdown_table(rows, CHOICES) if rows else "No rows yet."
+
+
+def filled(text: str, content: dict[str, str]) -> str:
+    """`text` with each block's content in place."""
+    for name, inside in content.items():
+        marks = re.compile(rf"(<!-- {name}\b.*?-->\n).*?(<!-- /{name} -->)", re.DOTALL)
+        assert len(marks.findall(text)) == 1, f"README.md needs the block {name} once"
+        text = marks.sub(lambda found, inside=inside: f"{found[1]}\n{inside}\n\n{found[2]}", text)  # type: ignore[misc]
+    return text
+
+
+if __name__ == "__main__":
+    README.write_text(filled(README.read_text(encoding="utf-8"), blocks()), encoding="utf-8")
