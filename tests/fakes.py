@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from minicpm_cli.errors import ContextOverflow, MinicpmError
@@ -27,6 +27,13 @@ def echo(request: Request) -> str:
     """The default answer: what was said last."""
     last = request.messages if isinstance(request.messages, str) else request.messages[-1].content
     return f"You said: {last}"
+
+
+def rendered(request: Request) -> str:
+    """The prompt's text: each role and what it said."""
+    asked = request.messages
+    turns = (Message("user", asked),) if isinstance(asked, str) else asked
+    return " ".join([*(f"{turn.role} {turn.content}" for turn in turns), request.prefill]).rstrip()
 
 
 @dataclass
@@ -54,10 +61,10 @@ class FakeLLM:
         return LLMInfo("fake", self.context, device="cpu", max_seqs=self.seats, load_seconds=0.25, notes=self.notes)
 
     def prompt(self, request: Request) -> list[int]:
-        asked = request.messages
-        turns = (Message("user", asked),) if isinstance(asked, str) else asked
-        text = " ".join(f"{turn.role} {turn.content}" for turn in turns)
-        return list(range(len(words(f"{text} {request.prefill}"))))
+        return list(range(len(words(rendered(request)))))
+
+    def pieces(self, ids: Sequence[int]) -> list[tuple[int, str]]:
+        return [(ident, f"<{ident}>") for ident in ids]
 
     def stream(self, requests: Iterable[Request | None]) -> Generator[Event]:
         source, running, more = iter(requests), dict[str, Iterator[Event]](), True
@@ -92,7 +99,7 @@ class FakeLLM:
             yield Event(request.id, finish="error", error=error)
             return
         pieces = [("think", word) for word in words(self.thought(request))]
-        pieces += [("answer", word) for word in words(request.prefill + self.answer(request))]
+        pieces += [("answer", word) for word in words(self.answer(request))]
         limit = request.params.max_tokens or self.context
         text = ""
         for channel, word in pieces[:limit]:

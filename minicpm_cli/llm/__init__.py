@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from minicpm_cli.llm.info import LanguageModel, LLMInfo
+from minicpm_cli.llm.info import LanguageModel, LLMInfo, Prompts
 
 if TYPE_CHECKING:
     from minicpm_cli.llm.llm import LLM
     from minicpm_cli.llm.prompter import Prompter
 
-__all__ = ["LLM", "LLMInfo", "LanguageModel", "Prompter"]
+__all__ = ["LLM", "LLMInfo", "LanguageModel", "Prompter", "Prompts"]
 
 
 def __getattr__(name: str) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,7 +13,8 @@ from minicpm_cli.types import Event, Request, SamplingParams
 class LLMInfo:
     """Facts about a loaded model: sizes in bytes, `context` and `cache_tokens` in tokens, times in seconds.
 
-    `scheme` says how the weights are stored (bf16, Q4_1, ...); `notes` are things to tell the user once.
+    `scheme` says how the weights are stored (bf16, Q4_1, ...), `template` where the chat template comes from; `notes`
+    are things to tell the user once.
     """
 
     name: str
@@ -28,10 +29,24 @@ class LLMInfo:
     cache_bytes: int = 0
     cache_tokens: int = 0
     load_seconds: float = 0.0
+    template: str = "none"
+    template_source: str = ""
     notes: tuple[str, ...] = ()
 
 
-class LanguageModel(Protocol):
+class Prompts(Protocol):
+    """What turns a request into the tokens that the model reads; it needs no weights."""
+
+    def prompt(self, request: Request) -> list[int]:
+        """The ids that `request` starts from. Raises RequestError or TemplateError."""
+        ...
+
+    def pieces(self, ids: Sequence[int]) -> list[tuple[int, str]]:
+        """Each id with its text, for people to read."""
+        ...
+
+
+class LanguageModel(Prompts, Protocol):
     """Text in, events out. `defaults` are the sampling values for whatever a user leaves unset."""
 
     @property
@@ -39,10 +54,6 @@ class LanguageModel(Protocol):
 
     @property
     def info(self) -> LLMInfo: ...
-
-    def prompt(self, request: Request) -> list[int]:
-        """The ids that `request` starts from. Raises what `stream` would report as the request's error."""
-        ...
 
     def stream(self, requests: Iterable[Request | None]) -> Generator[Event]:
         """Events of all requests, each request's in order. Closing the generator aborts what is still running.

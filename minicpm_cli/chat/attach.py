@@ -1,0 +1,40 @@
+"""Text from files and pipes for a prompt: read strictly, quoted with its name."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from minicpm_cli.errors import FileError, UsageError
+
+_FENCE = re.compile(r"`{3,}")
+
+
+def decode(data: bytes, name: str) -> str:
+    """UTF-8 text, a BOM left out. Raises UsageError naming the first byte that is none."""
+    try:
+        return data.removeprefix(b"\xef\xbb\xbf").decode("utf-8")
+    except UnicodeDecodeError as error:
+        offset = error.start + (3 if data.startswith(b"\xef\xbb\xbf") else 0)
+        raise UsageError(
+            f"{name} is not UTF-8: byte 0x{data[offset]:02x} at offset {offset}. Convert it first (iconv -t utf-8)."
+        ) from None
+
+
+def read_text(path: Path) -> str:
+    """The text of a file. Raises FileError when it cannot be read."""
+    try:
+        return decode(path.expanduser().read_bytes(), str(path))
+    except OSError as error:
+        raise FileError(f"cannot read {path}: {error.strerror or error}. Check the name and its permissions.") from None
+
+
+def quoted(name: str, text: str) -> str:
+    """A file's text as a fenced block under its name; the fence is longer than any inside."""
+    fence = "`" * (max((len(run) for run in _FENCE.findall(text)), default=2) + 1)
+    return f"{name}:\n{fence}\n{text.removesuffix(chr(10))}\n{fence}"
+
+
+def without_final_newline(text: str) -> str:
+    """What `echo` adds at the end is taken away; spaces before it mean something and stay."""
+    return text.removesuffix("\n").removesuffix("\r") if text.endswith("\n") else text
