@@ -40,7 +40,7 @@ class Job:
 
 @contextmanager
 def open_job(options: BatchOptions) -> Iterator[Job]:
-    """Raises UsageError, FileError. On leaving, OUT is whole and on disk, in order if that was asked for, its lock free."""
+    """Raises UsageError, FileError. On leaving, OUT is whole, on disk, with --ordered in order, and its lock free."""
     check_options(options)
     out = _journal_path(options.output)
     with ExitStack() as held:

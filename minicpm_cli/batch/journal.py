@@ -133,10 +133,19 @@ def recover(path: Path, *, drop_errors: bool, lenient: bool) -> Past:
     no output row raises FileError, unless `lenient`: then it stays and counts for nothing.
     """
     try:
-        _mend(path, lenient=lenient)
-        if drop_errors and any(_is_error(row) for _, row in rows_of(path)):
+        finished, failed_keys, past = array("Q"), array("Q"), Past()
+        for key, code in _whole_rows(path, lenient=lenient):
+            (finished if code is None else failed_keys).append(key_hash(key))
+            if code is not None:
+                past.errors[code] += 1
+        past.ok = len(finished)
+        if drop_errors and past.errors:
             _drop_errors(path)
-        return _past(path)
+            past.errors.clear()
+        elif past.errors:
+            finished.extend(failed_keys)
+        past.done = HashSet(finished)
+        return past
     except OSError as e:
         raise failed("read", path, e) from e
 
@@ -190,21 +199,29 @@ def rows_of(path: Path) -> Iterator[tuple[int, bytes]]:
         yield from raw_lines(f)
 
 
-def _mend(path: Path, *, lenient: bool) -> None:
-    offset, raw = 0, b""
+def _whole_rows(path: Path, *, lenient: bool) -> Iterator[tuple[bytes, str | None]]:
+    """`row_key` of each row. At the end the file is made whole."""
     for number, (offset, raw) in enumerate(rows_of(path), 1):
-        if not lenient and raw.endswith(b"\n") and raw.strip() and read_row(raw) is None:
+        row = read_row(raw)
+        if row is not None:
+            yield row
+        if not raw.endswith(b"\n"):
+            _mend(path, None if row is not None else offset)
+        elif row is None and raw.strip() and not lenient:
             raise FileError(
                 f"Line {number} of {path} (byte {offset}) is no output row. "
                 "Give another OUT, repair that line, or start again with --overwrite."
             )
-    if raw and not raw.endswith(b"\n"):
-        with open(path, "r+b") as f:
-            if read_row(raw) is None:
-                f.truncate(offset)
-            else:
-                f.seek(0, os.SEEK_END)
-                f.write(b"\n")
+
+
+def _mend(path: Path, torn_at: int | None) -> None:
+    """Cuts a torn last row off at its first byte; a complete one only lacks its newline."""
+    with open(path, "r+b") as f:
+        if torn_at is not None:
+            f.truncate(torn_at)
+        else:
+            f.seek(0, os.SEEK_END)
+            f.write(b"\n")
 
 
 def _drop_errors(path: Path) -> None:
@@ -216,18 +233,3 @@ def _drop_errors(path: Path) -> None:
                 target.write(raw)
 
     replace_file(path, write)
-
-
-def _past(path: Path) -> Past:
-    past, done = Past(), array("Q")
-    for _, raw in rows_of(path):
-        row = read_row(raw)
-        if row is None:
-            continue
-        done.append(key_hash(row[0]))
-        if row[1] is None:
-            past.ok += 1
-        else:
-            past.errors[row[1]] += 1
-    past.done = HashSet(done)
-    return past
