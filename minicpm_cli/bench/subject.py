@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,11 @@ import torch
 from minicpm_cli.bench import machine, peer
 from minicpm_cli.bench.rows import Setting
 from minicpm_cli.bench.shapes import raw_config
-from minicpm_cli.bench.speed import Clock, Run, Workload
+from minicpm_cli.bench.runner import EngineRunner
+from minicpm_cli.bench.speed import Workload
 from minicpm_cli.bench.weights import RandomSource
-from minicpm_cli.engine.engine import Engine, EngineConfig, EngineRequest
-from minicpm_cli.errors import MinicpmError
+from minicpm_cli.engine.engine import Engine
+from minicpm_cli.engine.sequence import EngineConfig
 from minicpm_cli.hub import resolve
 from minicpm_cli.hub.files import read_json
 from minicpm_cli.model.config import ModelConfig
@@ -26,7 +26,6 @@ from minicpm_cli.model.gguf import config_from_gguf, read_header
 from minicpm_cli.model.kv import KVCache
 from minicpm_cli.model.loader import build_decoder, load_model
 from minicpm_cli.settings import LoadOptions, Settings
-from minicpm_cli.types import SamplingParams
 
 PAGE = 16
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -94,32 +93,6 @@ def _described(path: Path) -> tuple[str | None, Mapping[str, Any], Mapping[str, 
 
 def dtype_name(dtype: torch.dtype) -> str:
     return next(name for name, known in DTYPES.items() if known == dtype)
-
-
-class EngineRunner:
-    """Our engine, asked by token ids: no text, no stop strings, no end-of-text token."""
-
-    def __init__(self, engine: Engine, clock: Clock = time.perf_counter) -> None:
-        self._engine, self._clock = engine, clock
-
-    def run(self, prompts: list[tuple[int, ...]], new: int) -> Run:
-        start = self._clock()
-        first, count = 0.0, 0
-        for event in self._engine.generate(_requests(prompts, new)):
-            if event.error is not None:
-                raise event.error
-            count += event.token is not None
-            first = first or self._clock() - start
-        total = self._clock() - start
-        if count != len(prompts) * new:
-            raise MinicpmError(f"the engine gave {count} tokens instead of {len(prompts) * new}; not measured")
-        return Run(sum(map(len, prompts)), count, first, total)
-
-
-def _requests(prompts: list[tuple[int, ...]], new: int) -> Iterator[EngineRequest]:
-    params = SamplingParams(temperature=0.0, max_tokens=new)
-    for number, prompt in enumerate(prompts):
-        yield EngineRequest(id=str(number), prompt=prompt, params=params, seed=0, eos_ids=frozenset())
 
 
 def engine_for(decoder: Decoder, workloads: Sequence[Workload]) -> Engine:

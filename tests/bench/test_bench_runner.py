@@ -1,0 +1,59 @@
+"""What the bench asks of an engine and how it reads the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import pytest
+
+from minicpm_cli.bench.runner import EngineRunner
+from minicpm_cli.bench.speed import Run
+from minicpm_cli.engine.sequence import EngineRequest, TokenEvent
+from minicpm_cli.errors import MinicpmError, OutOfMemory
+
+
+class Clocked:
+    """An engine that takes 1 s for the prompts and 0.25 s a step; `short` leaves out that many of the last tokens."""
+
+    def __init__(self, short: int = 0, error: Exception | None = None) -> None:
+        self.now, self.short, self.error = 100.0, short, error
+        self.requests: list[EngineRequest] = []
+
+    def clock(self) -> float:
+        return self.now
+
+    def generate(self, source: Iterable[EngineRequest | None]) -> Iterator[TokenEvent]:
+        self.requests = [request for request in source if request is not None]
+        new = self.requests[0].params.max_tokens or 0
+        for step in range(new - self.short):
+            self.now += 0.25 if step else 1.0
+            yield from (TokenEvent(request.id, 5) for request in self.requests)
+        yield TokenEvent("0", None, finish="length", error=self.error)
+
+
+def test_a_run_counts_tokens_and_seconds() -> None:
+    engine = Clocked()
+    run = EngineRunner(engine, engine.clock).run([(1, 2, 3), (4, 5, 6)], 5)
+    assert run == Run(prompt_tokens=6, new_tokens=10, first_seconds=1.0, total_seconds=2.0)
+
+
+def test_the_engine_is_asked_for_greedy_tokens_that_nothing_ends() -> None:
+    engine = Clocked()
+    EngineRunner(engine, engine.clock).run([(1, 2), (3, 4)], 3)
+    assert [request.prompt for request in engine.requests] == [(1, 2), (3, 4)]
+    assert len({request.id for request in engine.requests}) == 2
+    for request in engine.requests:
+        assert (request.params.temperature, request.params.max_tokens) == (0.0, 3)
+        assert (request.eos_ids, request.sink, request.mask) == (frozenset(), None, None)
+
+
+def test_too_few_tokens_are_no_measurement() -> None:
+    engine = Clocked(short=1)
+    with pytest.raises(MinicpmError, match="4 tokens instead of 6"):
+        EngineRunner(engine, engine.clock).run([(1,), (2,)], 3)
+
+
+def test_an_engines_error_is_raised() -> None:
+    engine = Clocked(error=OutOfMemory("no page left"))
+    with pytest.raises(OutOfMemory, match="no page left"):
+        EngineRunner(engine, engine.clock).run([(1,)], 3)
