@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TextIO
 
 from minicpm_cli.bench.rows import Row, place
+from minicpm_cli.bench.shapes import raw_config
 from minicpm_cli.bench.speed import WORKLOADS, Runner, Workload, measure
 from minicpm_cli.bench.start import STARTS, measure_start
 from minicpm_cli.errors import UsageError
@@ -44,6 +45,10 @@ class BenchOptions:
             raise UsageError(f"--against {self.against!r} is not known; choose from: {', '.join(PEERS)}")
         if self.repeats < 1:
             raise UsageError(f"--repeats is {self.repeats}; it must be at least 1")
+        if self.load.quantize:
+            raise UsageError("bench does not measure --quantize yet; quantize to a folder and give it with -m")
+        if self.shape is not None:
+            raw_config(self.shape)
         if self.shape and set(self.workloads) & set(STARTS):
             raise UsageError(f"{', '.join(STARTS)} time whole processes of a real model; give -m MODEL, not --shape")
         return self

@@ -12,8 +12,8 @@ import torch
 
 from minicpm_cli.bench import machine, peer
 from minicpm_cli.bench.rows import Setting
-from minicpm_cli.bench.shapes import raw_config
 from minicpm_cli.bench.runner import EngineRunner
+from minicpm_cli.bench.shapes import raw_config
 from minicpm_cli.bench.speed import Workload
 from minicpm_cli.bench.weights import RandomSource
 from minicpm_cli.engine.engine import Engine

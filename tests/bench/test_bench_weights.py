@@ -17,7 +17,7 @@ LATENT = {"q_lora_rank": 32, "kv_lora_rank": 32}
 
 
 def small(shape: str) -> ModelConfig:
-    raw: dict[str, Any] = dict(SHAPES[shape]) | SMALL
+    raw: dict[str, Any] = dict(SHAPES[shape]) | SMALL | {"rope_scaling": None}
     return ModelConfig.from_hf(raw | LATENT if "kv_lora_rank" in raw else raw)
 
 
