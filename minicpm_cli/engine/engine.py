@@ -1,0 +1,135 @@
+"""The loop: requests are pulled from an iterator while there is room, token events come out."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from minicpm_cli.engine.runner import Model, Runner
+from minicpm_cli.engine.scheduler import Plan, Scheduler
+from minicpm_cli.engine.sequence import EngineConfig, EngineRequest, TokenEvent
+from minicpm_cli.engine.stats import Stats
+from minicpm_cli.errors import OutOfMemory
+
+__all__ = ["Engine", "EngineConfig", "EngineRequest", "TokenEvent"]
+
+LOOKAHEAD = 2  # requests in hand beyond the seats, so that a seat is filled in the step in which it falls free
+IDLE_SECONDS = 0.001  # pause when nothing runs and the source has nothing right now
+
+
+class Engine:
+    """Runs requests of token ids on a decoder. One `generate` at a time; the prefix cache outlives it."""
+
+    def __init__(
+        self, decoder: Model, kv: Any, config: EngineConfig, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.config, self.stats, self._clock = config, Stats(), clock
+        self.scheduler = Scheduler(config, decoder.cfg.vocab, self.stats, clock)
+        self.runner = Runner(decoder, kv, config.page_size)
+        self._active: Generator[TokenEvent] | None = None
+        self._aborts: deque[str] = deque()
+        self._clean = True
+        self._source_open = False
+
+    def generate(self, source: Iterable[EngineRequest | None]) -> Generator[TokenEvent]:
+        """Events of all requests, each request's in order. Closing the iterator drops what is still running.
+
+        `source` is pulled only while there is room; None means that it has nothing right now. A request that fails
+        ends with an event that carries the error; an error of the source itself is raised. Starting another
+        `generate` closes the one before.
+        """
+        if self._active is not None:
+            self._active.close()
+        self._active = self._serve(iter(source))
+        return self._active
+
+    def abort(self, request_id: str) -> None:
+        """Ends the requests with this id, if they were pulled, before the next step; their last event says "cancelled".
+
+        Any thread may call it.
+        """
+        self._aborts.append(request_id)
+
+    def _serve(self, source: Iterator[EngineRequest | None]) -> Generator[TokenEvent]:
+        self._reset()
+        self._clean, self._source_open = False, True
+        try:
+            while self._source_open or self.scheduler.live:
+                yield from self._pull(source)
+                yield from self.scheduler.abort(self._taken_aborts())
+                yield from self._step()
+            self._clean = True
+        finally:
+            self._reset()
+
+    def _step(self) -> list[TokenEvent]:
+        started = self._clock()
+        plan = self.scheduler.plan()
+        if not plan.chunks:
+            return self._pause()
+        try:
+            batch = self.runner.inputs(plan)
+            logits = self.runner.forward(batch)
+            draws = self.runner.sample(plan, logits)
+        except (RuntimeError, MemoryError) as error:
+            return self._out_of_memory(plan, error)
+        events = self.scheduler.commit(plan, draws)
+        self.stats.note_step(plan.tokens, self._clock() - started)
+        return events
+
+    def _pull(self, source: Iterator[EngineRequest | None]) -> Iterator[TokenEvent]:
+        """Fills the hand from the source; yields the refusals."""
+        while self._source_open and self.scheduler.live < self.config.max_seqs + LOOKAHEAD:
+            try:
+                request = next(source)
+            except StopIteration:
+                self._source_open = False
+                return
+            if request is None:
+                return
+            refusal = self.scheduler.add(request)
+            if refusal:
+                yield refusal
+
+    def _pause(self) -> list[TokenEvent]:
+        assert not self.scheduler.live, "requests are waiting, and none of them can run"
+        if self._source_open:
+            time.sleep(IDLE_SECONDS)
+        return []
+
+    def _out_of_memory(self, plan: Plan, error: Exception) -> list[TokenEvent]:
+        """Ends the requests of a step that the device had no memory for. Any other error goes on its way."""
+        if not _is_out_of_memory(error):
+            raise error
+        if self.runner.device.type == "cuda":
+            torch.cuda.empty_cache()
+        seqs = [chunk.seq for chunk in plan.chunks]
+        reason = OutOfMemory(
+            f"out of memory in a step of {plan.tokens} tokens for {len(seqs)} requests. "
+            "Lower --max-seqs, --ctx or --memory-fraction, or close other programs that use the device."
+        )
+        reason.__cause__ = error.with_traceback(None)
+        return self.scheduler.fail(seqs, reason)
+
+    def _taken_aborts(self) -> set[str]:
+        taken = set()
+        while self._aborts:
+            taken.add(self._aborts.popleft())
+        return taken
+
+    def _reset(self) -> None:
+        """After an interrupt, an error or a close: no request lives on, no page is held."""
+        if not self._clean:
+            self.scheduler.reset()
+            self.runner.reset()
+        self._aborts.clear()
+        self._clean = True
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """torch raises its own class for CUDA and a plain RuntimeError for the CPU's allocator."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)

@@ -1,0 +1,136 @@
+"""One step on the device: inputs, forward, sample. A captured graph can take the place of `forward_step`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minicpm_cli.engine import inputs
+from minicpm_cli.engine.penalties import Penalties
+from minicpm_cli.engine.sampler import Rows, sample, settle
+from minicpm_cli.engine.scheduler import Plan
+from minicpm_cli.engine.sequence import Drawn, Sequence
+from minicpm_cli.errors import MinicpmError, RequestError
+from minicpm_cli.kernels.batch import ForwardBatch
+from minicpm_cli.types import Logprob
+
+
+class Vocabulary(Protocol):
+    @property
+    def vocab(self) -> int: ...
+
+
+class Model(Protocol):
+    """What the engine needs of a decoder: logits [S, V] float32 of a batch, keys and values written to `kv`."""
+
+    @property
+    def cfg(self) -> Vocabulary: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def forward(self, batch: ForwardBatch, kv: Any) -> Tensor: ...
+
+
+class Runner:
+    def __init__(self, model: Model, kv: Any, page_size: int) -> None:
+        self.kv, self.page_size, self.device = kv, page_size, model.device
+        self.forward_step: Callable[[ForwardBatch, Any], Tensor] = model.forward
+        self.penalties = Penalties(model.cfg.vocab, model.device)
+
+    def inputs(self, plan: Plan) -> ForwardBatch:
+        return inputs.build(plan, self.page_size, self.device)
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        return self.forward_step(batch, self.kv)
+
+    @torch.inference_mode()
+    def sample(self, plan: Plan, logits: Tensor) -> list[Drawn]:  # [S, V]
+        """A token, or the reason why there is none, for each sequence of `plan.sampled`. Waits for the device."""
+        seqs = plan.sampled
+        if not seqs:
+            return []
+        rows = Rows.of(
+            [seq.request.params for seq in seqs],
+            [seq.request.seed for seq in seqs],
+            [seq.generated for seq in seqs],
+            self.device,
+        )
+        scores = self.penalties.apply(logits, seqs)
+        scores, refused = masked(scores, seqs)
+        tokens, peaks, ids = settle(sample(scores, rows), scores, rows)
+        self.penalties.note(seqs, ids)
+        drawn = [_drawn(seq, token, peak) for seq, token, peak in zip(seqs, tokens, peaks, strict=True)]
+        for row, error in refused.items():
+            drawn[row] = Drawn(-1, error=error)
+        return with_logprobs(drawn, logits, ids, seqs)
+
+    def reset(self) -> None:
+        self.penalties.clear()
+
+
+def masked(logits: Tensor, seqs: list[Sequence]) -> tuple[Tensor, dict[int, Exception]]:
+    """Logits [S, V] without the tokens that a sequence's mask forbids, and the errors of masks that failed, by row.
+
+    A mask fills a numpy row of int32 words; bit b of word w stands for token 32 * w + b.
+    """
+    rows = [row for row, seq in enumerate(seqs) if seq.request.mask is not None]
+    if not rows:
+        return logits, {}
+    errors: dict[int, Exception] = {}
+    words = np.full((len(rows), -(-logits.shape[-1] // 32)), -1, np.int32)
+    for place, row in enumerate(rows):
+        mask = seqs[row].request.mask
+        try:
+            assert mask is not None
+            mask.fill(words[place])
+        except Exception as error:  # noqa: BLE001 - a request's own mask ends that request only
+            words[place] = -1
+            errors[row] = error
+    index = torch.tensor(rows, device=logits.device)
+    bits = torch.from_numpy(words).to(logits.device)
+    return logits.index_copy(0, index, apply_bitmask(logits[index], bits)), errors
+
+
+def apply_bitmask(logits: Tensor, words: Tensor) -> Tensor:  # [S, V], [S, ceil(V/32)] int32 -> [S, V]
+    shifts = torch.arange(32, dtype=torch.int32, device=words.device)
+    allowed = (words.unsqueeze(-1) >> shifts & 1).flatten(1)[:, : logits.shape[-1]]
+    return logits.masked_fill(allowed == 0, -math.inf)
+
+
+def with_logprobs(drawn: list[Drawn], logits: Tensor, ids: Tensor, seqs: list[Sequence]) -> list[Drawn]:
+    """Adds what requests asked for: log-probabilities of the model itself, before penalties, mask and temperature."""
+    wanted = [seq.request.params.logprobs for seq in seqs]
+    rows = [row for row, n in enumerate(wanted) if n is not None and drawn[row].error is None]
+    if not rows:
+        return drawn
+    index = torch.tensor(rows, device=logits.device)
+    logprobs = logits[index].log_softmax(-1)
+    chosen = logprobs.gather(-1, ids[index].unsqueeze(-1)).squeeze(-1).tolist()
+    most = min(max(wanted[row] or 0 for row in rows), logits.shape[-1])
+    values, tokens = (part.tolist() for part in logprobs.topk(most))
+    for place, row in enumerate(rows):
+        n = wanted[row] or 0
+        top = tuple(zip(tokens[place][:n], values[place][:n], strict=True))
+        drawn[row] = drawn[row]._replace(logprob=Logprob(drawn[row].token, chosen[place], top))
+    return drawn
+
+
+def _drawn(seq: Sequence, token: int, peak: float) -> Drawn:
+    if math.isfinite(peak):
+        return Drawn(token)
+    if seq.request.mask is not None and peak == -math.inf:
+        return Drawn(-1, error=RequestError("schema_invalid", "the schema or regex allows no further token here"))
+    return Drawn(
+        -1,
+        error=MinicpmError(
+            f"the model's scores are not finite (largest: {peak}) after {len(seq.tokens)} tokens, most likely an "
+            "overflow of float16. Run again with --dtype bf16 or fp32; if it stays, the weights are damaged."
+        ),
+    )

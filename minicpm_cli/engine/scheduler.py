@@ -1,0 +1,243 @@
+"""Who computes which tokens in the next step. Decodes first, then prefill in order of arrival; the newest gives way."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from minicpm_cli.engine.pages import ROOT, PagePool
+from minicpm_cli.engine.sequence import Drawn, EngineConfig, EngineRequest, Sequence, TokenEvent
+from minicpm_cli.engine.stats import Stats
+from minicpm_cli.errors import ContextOverflow, RequestError
+from minicpm_cli.types import FinishReason
+
+
+class Chunk(NamedTuple):
+    """Tokens start..start+size of a sequence; it is sampled when they are its last ones."""
+
+    seq: Sequence
+    start: int
+    size: int
+    sample: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    chunks: list[Chunk]
+
+    @property
+    def tokens(self) -> int:
+        return sum(chunk.size for chunk in self.chunks)
+
+    @property
+    def sampled(self) -> list[Sequence]:
+        return [chunk.seq for chunk in self.chunks if chunk.sample]
+
+
+class Scheduler:
+    """`running` is in order of arrival. Nothing here costs more than the number of running sequences a step."""
+
+    def __init__(
+        self, config: EngineConfig, vocab: int, stats: Stats, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.config, self.vocab, self.stats, self.clock = config, vocab, stats, clock
+        self.pool = PagePool(config.pages, config.page_size, config.prefix_cache)
+        self.running: list[Sequence] = []
+        self.waiting: deque[Sequence] = deque()
+        self._stuck = False  # the first in line did not fit, and nothing was freed since
+
+    @property
+    def live(self) -> int:
+        return len(self.running) + len(self.waiting)
+
+    def add(self, request: EngineRequest) -> TokenEvent | None:
+        """Puts a request in line, or says why it can never run."""
+        self.stats.requests += 1
+        try:
+            self.waiting.append(self._sequence(request))
+        except (RequestError, ContextOverflow) as error:
+            self.stats.failed += 1
+            return TokenEvent(request.id, finish="error", error=error)
+        return None
+
+    def plan(self) -> Plan:
+        chunks: list[Chunk] = []
+        preemptions = self.stats.preemptions
+        budget = self._decodes(chunks, self.config.max_batch_tokens)
+        for seq in self.running:
+            if seq.remaining > 1:
+                budget = self._chunk(seq, chunks, budget)
+        if preemptions == self.stats.preemptions:
+            self._admit(chunks, budget)
+        self.stats.note_pages(self.pool.usable, self.pool.held, self.pool.idle)
+        return Plan(chunks)
+
+    def commit(self, plan: Plan, draws: Collection[Drawn]) -> list[TokenEvent]:
+        """The step is computed: its tokens are in the cache, `draws` are those of `plan.sampled`, in order."""
+        now, events, rows = self.clock(), [], iter(draws)
+        for chunk in plan.chunks:
+            drawn = next(rows) if chunk.sample else None
+            if drawn is not None and drawn.error is not None:
+                events.append(self._end(chunk.seq, "error", now, error=drawn.error))
+                continue
+            chunk.seq.computed = chunk.start + chunk.size
+            self._seal(chunk.seq)
+            if drawn is not None:
+                events.append(self._append(chunk.seq, drawn, now))
+        return events
+
+    def fail(self, sequences: Iterable[Sequence], error: Exception) -> list[TokenEvent]:
+        now = self.clock()
+        return [self._end(seq, "error", now, error=error) for seq in list(sequences)]
+
+    def abort(self, ids: Collection[str]) -> list[TokenEvent]:
+        """Ends all requests with these ids."""
+        now = self.clock()
+        gone = [seq for seq in (*self.running, *self.waiting) if seq.request.id in ids] if ids else []
+        return [self._end(seq, "cancelled", now) for seq in gone]
+
+    def reset(self) -> None:
+        """Forgets all requests, from any state that an interrupt may leave. What was sealed stays cached."""
+        for seq in (*self.running, *self.waiting):
+            seq.finished = True
+        self.running, self.waiting, self._stuck = [], deque(), False
+        self.pool.recover()
+
+    def _sequence(self, request: EngineRequest) -> Sequence:
+        length, limit, wanted = len(request.prompt), self.config.limit, request.params.max_tokens
+        if not length:
+            raise RequestError("missing_prompt", "the prompt is empty: give it at least one token")
+        if length + (1 if wanted is None else wanted) > limit:
+            raise ContextOverflow(length, 1 if wanted is None else wanted, limit)
+        if min(request.prompt) < 0 or max(request.prompt) >= self.vocab:
+            raise RequestError(
+                "bad_parameter",
+                f"the prompt holds a token id outside 0..{self.vocab - 1}: tokenizer and model do not belong together",
+            )
+        return Sequence(request, limit - length if wanted is None else wanted, self.clock())
+
+    def _decodes(self, chunks: list[Chunk], budget: int) -> int:
+        for seq in list(self.running):
+            if budget and seq.seated and seq.remaining == 1 and self._has_page(seq):
+                budget = self._chunk(seq, chunks, budget)
+        return budget
+
+    def _has_page(self, seq: Sequence) -> bool:
+        """Room for the next token, at the cost of the newest sequences. False: it was itself the newest."""
+        if len(seq.tokens) <= len(seq.pages) * self.config.page_size:
+            return True
+        while not self.pool.available:
+            newest = self.running[-1]
+            self._preempt(newest)
+            if newest is seq:
+                return False
+        seq.add_pages(self.pool.take(1))
+        return True
+
+    def _preempt(self, seq: Sequence) -> None:
+        self._release(seq)
+        self.waiting.appendleft(seq)
+        self.stats.preemptions += 1
+
+    def _admit(self, chunks: list[Chunk], budget: int) -> None:
+        while budget and self.waiting and len(self.running) < self.config.max_seqs and not self._stuck:
+            seq = self.waiting[0]
+            self._stuck = not self._seat(seq)
+            if not self._stuck:
+                self.waiting.popleft()
+                self.running.append(seq)
+                budget = self._chunk(seq, chunks, budget)
+
+    def _seat(self, seq: Sequence) -> bool:
+        """Gives `seq` the pages of all its tokens, cached ones first; at least one token is left to compute.
+
+        A spare page for each running sequence must remain, lest the newcomer be preempted straight away.
+        """
+        size, length = self.config.page_size, len(seq.tokens)
+        found = self.pool.match(seq.tokens, (length - 1) // size)
+        need = -(-length // size) - len(found)
+        if need + len(self.running) > self.pool.available:
+            self.pool.drop(found)
+            return False
+        seq.add_pages(found + self.pool.take(need))
+        seq.sealed, seq.computed, seq.seated = len(found), len(found) * size, True
+        if seq.cached is None:
+            seq.cached, seq.started = seq.computed, self.clock()
+            self.stats.prompt_tokens += seq.prompt_length
+            self.stats.cached_tokens += seq.computed
+        return True
+
+    def _chunk(self, seq: Sequence, chunks: list[Chunk], budget: int) -> int:
+        count = min(budget, seq.remaining)
+        if count:
+            chunks.append(Chunk(seq, seq.computed, count, count == seq.remaining))
+        return budget - count
+
+    def _seal(self, seq: Sequence) -> None:
+        size = self.config.page_size
+        while (seq.sealed + 1) * size <= seq.computed:
+            place, start = seq.sealed, seq.sealed * size
+            parent = seq.pages[place - 1] if place else ROOT
+            tokens = seq.tokens[start : start + size].tobytes()
+            seq.swap_page(place, self.pool.seal(seq.pages[place], parent, tokens))
+            seq.sealed = place + 1
+
+    def _append(self, seq: Sequence, drawn: Drawn, now: float) -> TokenEvent:
+        """Takes a drawn token in and sees whether it is the last one."""
+        seq.tokens.append(drawn.token)
+        self.stats.generated_tokens += 1
+        if seq.first_token is None:
+            seq.first_token = now
+        try:
+            finish = _verdict(seq, drawn.token)
+        except Exception as error:  # noqa: BLE001 - whatever a request's own sink or mask raises ends that request only
+            return self._end(seq, "error", now, drawn, error)
+        if finish is None:
+            return TokenEvent(seq.request.id, drawn.token, drawn.logprob)
+        return self._end(seq, finish, now, drawn)
+
+    def _end(
+        self,
+        seq: Sequence,
+        finish: FinishReason,
+        now: float,
+        drawn: Drawn | None = None,
+        error: Exception | None = None,
+    ) -> TokenEvent:
+        if seq.seated:
+            self._release(seq)
+        else:
+            self.waiting.remove(seq)
+            self._stuck = False
+        seq.finished = True
+        usage, timings = seq.usage(), seq.timings(now)
+        self.stats.note_end(usage, timings)
+        if error is not None:
+            self.stats.failed += 1
+            return TokenEvent(seq.request.id, None, None, "error", usage, timings, error)
+        self.stats.cancelled += finish == "cancelled"
+        self.stats.finished += finish != "cancelled"
+        token, logprob = (drawn.token, drawn.logprob) if drawn else (None, None)
+        return TokenEvent(seq.request.id, token, logprob, finish, usage, timings)
+
+    def _release(self, seq: Sequence) -> None:
+        self.running.remove(seq)
+        self.pool.drop(seq.pages)
+        seq.clear_pages()
+        seq.seated = self._stuck = False
+
+
+def _verdict(seq: Sequence, token: int) -> FinishReason | None:
+    """Tells the sink and the mask of a token. The end token itself is not part of the text."""
+    request = seq.request
+    if token in request.eos_ids:
+        return "stop"
+    finish = request.sink.push(token) if request.sink else None
+    if finish is None and seq.generated >= seq.max_tokens:
+        return "length"
+    if finish is None and request.mask:
+        request.mask.accept(token)
+    return finish

@@ -1,0 +1,131 @@
+"""A request on its way through the engine, and the events that tell of it."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from minicpm_cli.types import FinishReason, Logprob, SamplingParams, Timings, TokenMask, TokenSink, Usage
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Sizes of an engine. `pages` includes the dummy; a step computes at most `max_batch_tokens` tokens."""
+
+    pages: int
+    max_seqs: int
+    max_batch_tokens: int
+    context: int
+    page_size: int = 16
+    prefix_cache: bool = True
+
+    def __post_init__(self) -> None:
+        if min(self.max_seqs, self.max_batch_tokens, self.context, self.page_size) < 1 or self.pages < 2:
+            raise ValueError(f"an engine needs at least one seat, token, position and usable page: {self}")
+
+    @property
+    def limit(self) -> int:
+        """The longest that a sequence may grow, in tokens."""
+        return min(self.context, (self.pages - 1) * self.page_size)
+
+
+@dataclass(slots=True)
+class EngineRequest:
+    """A prompt of token ids. The draws depend on `seed` alone; `eos_ids` end the answer."""
+
+    id: str
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    seed: int
+    eos_ids: frozenset[int] = frozenset()
+    sink: TokenSink | None = None
+    mask: TokenMask | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """A token of a request. The last event of a request carries `finish`, `usage` and `timings`.
+
+    The token of a cancelled or failed request's last event is None. An end token comes as a token too.
+    """
+
+    id: str
+    token: int | None = None
+    logprob: Logprob | None = None
+    finish: FinishReason | None = None
+    usage: Usage | None = None
+    timings: Timings | None = None
+    error: Exception | None = None
+
+
+class Drawn(NamedTuple):
+    """What sampling says of one row: a token, or why there is none."""
+
+    token: int
+    logprob: Logprob | None = None
+    error: Exception | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """`tokens` are the prompt and what was generated; the first `computed` of them have keys in `pages`.
+
+    The first `sealed` pages are in the prefix cache. `run` is the first page while all pages are consecutive, else -1.
+    """
+
+    request: EngineRequest
+    max_tokens: int
+    arrived: float
+    tokens: array[int] = field(init=False)
+    prompt_length: int = field(init=False)
+    penalised: bool = field(init=False)
+    pages: array[int] = field(default_factory=lambda: array("i"))
+    run: int = -1
+    computed: int = 0
+    sealed: int = 0
+    cached: int | None = None
+    seated: bool = False
+    finished: bool = False
+    started: float | None = None
+    first_token: float | None = None
+
+    def __post_init__(self) -> None:
+        params = self.request.params
+        self.tokens = array("i", self.request.prompt)
+        self.prompt_length = len(self.tokens)
+        self.penalised = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
+
+    @property
+    def remaining(self) -> int:
+        """Tokens whose keys are not in the cache: 1 when it is decoding."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def generated(self) -> int:
+        return len(self.tokens) - self.prompt_length
+
+    def add_pages(self, pages: list[int]) -> None:
+        for page in pages:
+            if not self.pages:
+                self.run = page
+            elif page != self.pages[-1] + 1:
+                self.run = -1
+            self.pages.append(page)
+
+    def swap_page(self, place: int, page: int) -> None:
+        if page != self.pages[place]:
+            self.pages[place] = page
+            self.run = page if len(self.pages) == 1 else -1
+
+    def clear_pages(self) -> None:
+        self.pages, self.run, self.computed, self.sealed = array("i"), -1, 0, 0
+
+    def usage(self) -> Usage:
+        return Usage(self.prompt_length, self.generated, self.cached or 0)
+
+    def timings(self, now: float) -> Timings:
+        """Seconds since the engine saw the request; what has not happened took until now."""
+        started = now if self.started is None else self.started
+        first = now if self.first_token is None else self.first_token
+        return Timings(started - self.arrived, first - self.arrived, now - self.arrived)
