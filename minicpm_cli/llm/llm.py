@@ -1,0 +1,225 @@
+"""A loaded model that is asked with messages and answers with text events."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from minicpm_cli.engine.engine import Engine, EngineConfig, EngineRequest, TokenEvent
+from minicpm_cli.engine.memory import MemoryOptions, MemoryPlan, plan_memory
+from minicpm_cli.errors import MinicpmError, OutOfMemory, UsageError
+from minicpm_cli.hub.files import ModelFiles
+from minicpm_cli.llm.device import choose_device, choose_dtype, dtype_name, free_bytes
+from minicpm_cli.llm.info import LLMInfo
+from minicpm_cli.llm.prompter import Prompter
+from minicpm_cli.model.config import ModelConfig
+from minicpm_cli.model.decoder import Decoder
+from minicpm_cli.model.kv import KVCache
+from minicpm_cli.model.loader import load_model
+from minicpm_cli.settings import LoadOptions
+from minicpm_cli.text.detok import TextSink
+from minicpm_cli.types import Event, Request, SamplingParams
+
+SEED_BITS = 53  # a JSON number holds it exactly
+_LATER = {"quantize": None, "head_bits": 16, "kv_dtype": "auto", "lora": None}
+
+
+class LLM:
+    """See `minicpm_cli.llm.info.LanguageModel`."""
+
+    def __init__(self, prompter: Prompter, engine: Engine, info: LLMInfo) -> None:
+        self._prompter, self._engine, self.info = prompter, engine, info
+        self.defaults: SamplingParams = prompter.defaults
+
+    @classmethod
+    def open(
+        cls,
+        options: LoadOptions,
+        files: ModelFiles,
+        on_progress: Callable[[int, int], None] | None = None,
+        *,
+        threads: int | None = None,
+    ) -> LLM:
+        """Plans the memory, then loads. `on_progress` hears (layers done, layers). Raises ModelError or DeviceError."""
+        begun = time.monotonic()
+        _refuse_later(options)
+        if threads is not None:
+            torch.set_num_threads(threads)
+        prompter = Prompter.open(options, files)
+        device = choose_device(options.device)
+        dtype = choose_dtype(options.dtype, device)
+        plan = _plan(options, prompter, device, dtype)
+        trained = prompter.checkpoint.cfg.context
+        prompter.checkpoint = replace(prompter.checkpoint, cfg=prompter.checkpoint.cfg.with_context(plan.context))
+        with _memory_errors(device):
+            decoder = load_model(files.path, prompter.checkpoint.cfg, device, dtype, on_progress)
+            kv = KVCache.allocate(decoder.cfg, plan.pages, plan.page_size, device, dtype)
+        info = _info(prompter, files, decoder, kv, plan, time.monotonic() - begun)
+        notes = _notes(options, prompter.checkpoint.cfg, trained, device)
+        return cls(prompter, Engine(decoder, kv, _engine_config(plan)), replace(info, notes=notes))
+
+    def prompt(self, request: Request) -> list[int]:
+        return self._prompter.prompt(request)
+
+    def pieces(self, ids: Sequence[int]) -> list[tuple[int, str]]:
+        return self._prompter.pieces(ids)
+
+    def stream(self, requests: Iterable[Request | None]) -> Generator[Event]:
+        running: dict[str, _Running] = {}
+        refused: deque[Event] = deque()
+        with closing(self._engine.generate(self._engine_requests(iter(requests), running, refused))) as tokens:
+            for token in tokens:
+                yield from _taken(refused)
+                yield from running[token.id].events(token)
+                if token.finish is not None:
+                    del running[token.id]
+        yield from _taken(refused)
+
+    def close(self) -> None:
+        """Gives the memory back; the model cannot be asked any more."""
+        self._engine = None  # type: ignore[assignment]
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def _engine_requests(
+        self, requests: Iterator[Request | None], running: dict[str, _Running], refused: deque[Event]
+    ) -> Iterator[EngineRequest | None]:
+        """Encodes each request when the engine has room for it. A bad one becomes an event in `refused`."""
+        for request in requests:
+            if request is None:
+                yield None
+                continue
+            try:
+                engine_request, state = self._admit(request)
+            except MinicpmError as error:
+                refused.append(Event(request.id, finish="error", error=error))
+                yield None
+                continue
+            running[request.id] = state
+            yield engine_request
+
+    def _admit(self, request: Request) -> tuple[EngineRequest, _Running]:
+        prompt, params = self._prompter.build(request), request.params
+        seed = secrets.randbits(SEED_BITS) if params.seed is None else params.seed
+        sink = TextSink(self._prompter.tokenizer, params.stop, prompt.channel)
+        engine_request = EngineRequest(
+            request.id, tuple(prompt.ids), params, seed, eos_ids=self._prompter.eos_ids, sink=sink
+        )
+        return engine_request, _Running(request.id, sink, seed)
+
+
+@dataclass(slots=True)
+class _Running:
+    """One request on its way: token events in, text events out. Log-probabilities go with the text they belong to."""
+
+    id: str
+    sink: TextSink
+    seed: int
+    _begun: bool = field(default=False)
+
+    def events(self, token: TokenEvent) -> Iterator[Event]:
+        logprobs = (token.logprob,) if token.logprob is not None else ()
+        for channel, text in self.sink.take() if token.finish is None else self.sink.close():
+            yield Event(self.id, text, channel, logprobs=logprobs)
+            logprobs = ()
+        if token.finish is not None or logprobs:
+            yield Event(
+                self.id,
+                finish=token.finish,
+                usage=token.usage,
+                timings=token.timings,
+                seed=self.seed,
+                logprobs=logprobs,
+                error=token.error,
+            )
+
+
+def _notes(options: LoadOptions, cfg: ModelConfig, trained: int, device: torch.device) -> tuple[str, ...]:
+    """What the user is told once."""
+    notes = list(cfg.notes)
+    if options.device == "auto" and device.type == "cpu":
+        notes.append("there is no GPU that can be used, so this runs on the CPU (minicpm doctor says more)")
+    if cfg.context > trained:
+        notes.append(f"the model was made for {trained} tokens; with --ctx {cfg.context}, expect worse answers beyond")
+    return tuple(notes)
+
+
+def _taken(events: deque[Event]) -> Iterator[Event]:
+    while events:
+        yield events.popleft()
+
+
+def _refuse_later(options: LoadOptions) -> None:
+    for name, neutral in _LATER.items():
+        if getattr(options, name) != neutral:
+            raise UsageError(f"{name} is not supported in this version; remove it from the settings (minicpm config)")
+
+
+def _plan(options: LoadOptions, prompter: Prompter, device: torch.device, dtype: torch.dtype) -> MemoryPlan:
+    wanted = MemoryOptions(
+        context=options.ctx,
+        max_seqs=options.max_seqs,
+        max_batch_tokens=options.max_batch_tokens,
+        fraction=options.memory_fraction,
+        cpu=device.type == "cpu",
+    )
+    checkpoint = prompter.checkpoint
+    return plan_memory(
+        checkpoint.cfg,
+        weight_bytes=checkpoint.weight_bytes(dtype.itemsize),
+        kv_itemsize=dtype.itemsize,
+        free_bytes=free_bytes(device),
+        options=wanted,
+    )
+
+
+def _engine_config(plan: MemoryPlan) -> EngineConfig:
+    return EngineConfig(
+        pages=plan.pages,
+        max_seqs=plan.max_seqs,
+        max_batch_tokens=plan.max_batch_tokens,
+        context=plan.context,
+        page_size=plan.page_size,
+    )
+
+
+def _info(
+    prompter: Prompter, files: ModelFiles, decoder: Decoder, kv: KVCache, plan: MemoryPlan, seconds: float
+) -> LLMInfo:
+    checkpoint, template = prompter.checkpoint, prompter.template
+    return LLMInfo(
+        name=files.name,
+        context=min(plan.context, plan.cache_tokens),
+        scheme=checkpoint.scheme or dtype_name(decoder.dtype),
+        device=str(decoder.device),
+        architecture=checkpoint.cfg.architecture,
+        revision=files.revision,
+        parameters=checkpoint.cfg.parameters,
+        max_seqs=plan.max_seqs,
+        weight_bytes=decoder.weight_bytes,
+        cache_bytes=kv.nbytes,
+        cache_tokens=plan.cache_tokens,
+        load_seconds=seconds,
+        template=template.origin if template else "none",
+        template_source=template.source if template else "",
+    )
+
+
+@contextmanager
+def _memory_errors(device: torch.device) -> Iterator[None]:
+    """Turns torch's out-of-memory into ours."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not isinstance(error, torch.OutOfMemoryError | MemoryError) and "can't allocate memory" not in str(error):
+            raise
+        raise OutOfMemory(
+            f"loading ran out of memory on {device}. Lower --ctx or --max-seqs, close other programs, "
+            "or take a smaller model."
+        ) from error

@@ -1,0 +1,72 @@
+"""Requests to token ids: config, tokenizer and chat template, without any weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from minicpm_cli.errors import RequestError, TemplateError
+from minicpm_cli.hub.files import ModelFiles
+from minicpm_cli.llm.checkpoint import Checkpoint
+from minicpm_cli.settings import LoadOptions
+from minicpm_cli.text.template import ChatTemplate, Prompt, build_prompt, load_template, raw_prompt, show_prompt
+from minicpm_cli.text.tokenizer import Tokenizer, load_tokenizer
+from minicpm_cli.types import Request, SamplingParams
+
+_LATER = ("schema", "regex", "think_budget")
+
+
+class Prompter:
+    """The text side of a model. A checkpoint without a template can still be asked with raw prompts."""
+
+    def __init__(self, checkpoint: Checkpoint, tokenizer: Tokenizer, template: ChatTemplate | TemplateError) -> None:
+        self.checkpoint, self.tokenizer, self._template = checkpoint, tokenizer, template
+
+    @classmethod
+    def open(cls, options: LoadOptions, files: ModelFiles) -> Prompter:
+        """Raises ConfigError, TokenizerError, or TemplateError for a template that the user named."""
+        checkpoint = Checkpoint.read(files.path)
+        tokenizer = load_tokenizer(files.path)
+        return cls(checkpoint, tokenizer, _template(files.path, options.chat_template, tokenizer))
+
+    @property
+    def template(self) -> ChatTemplate | None:
+        return self._template if isinstance(self._template, ChatTemplate) else None
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """Every id that ends an answer: those of the config files and the tokenizer's own end tokens."""
+        return frozenset(self.checkpoint.cfg.eos_ids) | frozenset(self.tokenizer.eos_ids_hint)
+
+    @property
+    def defaults(self) -> SamplingParams:
+        """The checkpoint's sampling values, else those that its authors recommend."""
+        return SamplingParams().checked(self.checkpoint.cfg.recommended)
+
+    def build(self, request: Request) -> Prompt:
+        """Raises RequestError or TemplateError."""
+        for name in _LATER:
+            if getattr(request.params, name) is not None:
+                raise RequestError("bad_parameter", f"{name} is not supported in this version; leave it out")
+        if isinstance(request.messages, str):
+            return raw_prompt(self.tokenizer, request.messages + request.prefill)
+        if isinstance(self._template, TemplateError):
+            raise self._template
+        return build_prompt(
+            self.tokenizer, self._template, request.messages, think=request.params.think, prefill=request.prefill
+        )
+
+    def prompt(self, request: Request) -> list[int]:
+        return self.build(request).ids
+
+    def pieces(self, ids: Sequence[int]) -> list[tuple[int, str]]:
+        return show_prompt(self.tokenizer, ids)
+
+
+def _template(path: Path, choice: str, tokenizer: Tokenizer) -> ChatTemplate | TemplateError:
+    try:
+        return load_template(path, choice, tokenizer)
+    except TemplateError as error:
+        if choice != "auto":
+            raise
+        return error
