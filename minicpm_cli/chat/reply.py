@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from minicpm_cli.types import Event, FinishReason, Message, Timings, Usage
+from minicpm_cli.types import Event, FinishReason, Logprob, Message, Timings, Usage
 
 
 @dataclass(slots=True)
@@ -17,6 +17,7 @@ class Reply:
     usage: Usage | None = None
     timings: Timings | None = None
     seed: int | None = None
+    logprobs: list[Logprob] = field(default_factory=list)
     _text: list[str] = field(default_factory=list)
     _thought: list[str] = field(default_factory=list)
 
@@ -27,6 +28,7 @@ class Reply:
                 raise event.error
             if event.text:
                 (self._text if event.channel == "answer" else self._thought).append(event.text)
+            self.logprobs += event.logprobs
             if event.finish is not None:
                 self.finish, self.usage, self.timings = event.finish, event.usage, event.timings
             self.seed = event.seed if event.seed is not None else self.seed

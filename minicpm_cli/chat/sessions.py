@@ -93,9 +93,12 @@ class Sessions:
 
     def open(self, name: str) -> Conversation:
         """The conversation of that name, begun if there is none."""
-        transcript = Transcript(self.path(name))
+        transcript = self.transcript(name)
         turns = transcript.read() if transcript.path.exists() else []
         return Conversation(turns, transcript)
+
+    def transcript(self, name: str) -> Transcript:
+        return Transcript(self.path(name))
 
     def fresh(self) -> str:
         """A name for a new session: its time, numbered when that is taken."""

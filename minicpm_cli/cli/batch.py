@@ -1,0 +1,79 @@
+"""`minicpm batch`: a file of prompts in, a file of answers out."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+
+from minicpm_cli.cli.options import LOAD, LOGPROBS, MODEL, OUTPUT, SAMPLING, Flags, examples, takes
+from minicpm_cli.cli.runtime import Invocation
+from minicpm_cli.settings import Settings
+
+_EXAMPLES = examples(
+    "minicpm batch questions.jsonl answers.jsonl",
+    "minicpm batch questions.jsonl answers.jsonl -m minicpm4-0.5b -t 0 -n 200",
+    "minicpm batch questions.jsonl answers.jsonl --retry-errors --summary summary.json",
+    """echo '{"prompt": "Name a river."}' | minicpm batch - -""",
+)
+# What decides the answers; a resume with other values is refused.
+_IDENTITY = ("model", "dtype", "ctx", "chat_template", "quantize", "head_bits", "kv_dtype", "lora")
+
+
+def register(app: typer.Typer) -> None:
+    app.command("batch", epilog=_EXAMPLES)(batch)
+
+
+@takes(MODEL, LOAD, SAMPLING, LOGPROBS, OUTPUT)
+def batch(
+    context: typer.Context,
+    source: Annotated[str, typer.Argument(metavar="IN", help="JSON lines, one request each; - is stdin.")],
+    target: Annotated[str, typer.Argument(metavar="OUT", help="Where the answers go; - is stdout.")],
+    *,
+    system: Annotated[
+        str | None, typer.Option("-s", "--system", help="System prompt for lines without one.", metavar="TEXT")
+    ] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Prompts as they are, without the chat template.")] = False,
+    keep_input: Annotated[bool, typer.Option("--keep-input", help='Pass other keys through under "input".')] = False,
+    ordered: Annotated[bool, typer.Option("--ordered", help="Answers in the order of the input.")] = False,
+    retry_errors: Annotated[bool, typer.Option("--retry-errors", help="Run failed rows again.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Start over instead of going on.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Go on although model, parameters or input changed.")] = False,
+    shard: Annotated[str | None, typer.Option(help="Only part i of n of the lines.", metavar="i/n")] = None,
+    summary: Annotated[str | None, typer.Option(help="Write the final counts as JSON.", metavar="FILE")] = None,
+    flags: Flags,
+) -> int:
+    """Answer every line of IN in OUT. Run the same command again to go on after an interruption."""
+    from minicpm_cli.batch.options import BatchOptions, parse_shard
+    from minicpm_cli.batch.run import run_batch
+
+    invocation: Invocation = context.obj
+    settings = invocation.configure(flags)
+    options = BatchOptions(
+        input=source,
+        output=target,
+        model=_identity(settings),
+        sampling=settings.sampling,
+        system=system,
+        raw=raw,
+        keep_input=keep_input,
+        ordered=ordered,
+        retry_errors=retry_errors,
+        overwrite=overwrite,
+        force=force,
+        shard=None if shard is None else parse_shard(shard),
+        summary=summary,
+        progress=not settings.quiet,
+    )
+    with ExitStack() as stack:  # the model is opened by the first row that needs it
+        done = run_batch(lambda: stack.enter_context(invocation.model(settings)), options)
+    for line in done.lines():
+        invocation.terminal.note(line)
+    return done.exit_code
+
+
+def _identity(settings: Settings) -> dict[str, Any]:
+    loaded = asdict(settings.options)
+    return {name: loaded[name] for name in _IDENTITY}

@@ -1,0 +1,59 @@
+"""From settings to a loaded model, telling the user what takes its time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from minicpm_cli.chat.terminal import Terminal
+from minicpm_cli.cli.progress import ProgressLine
+from minicpm_cli.hub.files import ModelFiles
+from minicpm_cli.llm.info import LanguageModel, Prompts
+from minicpm_cli.settings import Settings
+
+DEMO = (
+    "no model was chosen, so this is demo (SmolLM2-135M-Instruct), which is only good for trying things out. "
+    "Real ones: -m minicpm4-0.5b, minicpm5-1b, minicpm4-8b, ... (minicpm models)"
+)
+
+
+def open_llm(settings: Settings, terminal: Terminal) -> LanguageModel:
+    """Fetches what is missing, loads the weights."""
+    _say_demo(settings, terminal)
+    with ProgressLine(terminal) as progress:
+        files = _files(settings, progress)
+        progress("loading " + files.name, 0, None)
+        from minicpm_cli.llm.llm import LLM
+
+        def layers(done: int, total: int) -> None:
+            progress(f"loading {files.name}", done, total, "layers")
+
+        llm = LLM.open(settings.options, files, layers, threads=settings.threads)
+    info = llm.info
+    terminal.detail(
+        f"{info.name}: {info.architecture}, {info.scheme} on {info.device}, context {info.context} tokens, "
+        f"{info.weight_bytes / 1e9:.2f} GB weights, {info.cache_bytes / 1e9:.2f} GB cache, "
+        f"loaded in {info.load_seconds:.2f} s"
+    )
+    return llm
+
+
+def open_prompts(settings: Settings, terminal: Terminal) -> Prompts:
+    """Tokenizer, template and config; no weights are read."""
+    _say_demo(settings, terminal)
+    with ProgressLine(terminal) as progress:
+        files = _files(settings, progress)
+    from minicpm_cli.llm.prompter import Prompter
+
+    return Prompter.open(settings.options, files)
+
+
+def _say_demo(settings: Settings, terminal: Terminal) -> None:
+    if settings.model_is_default:
+        terminal.note(DEMO)
+
+
+def _files(settings: Settings, progress: ProgressLine) -> ModelFiles:
+    from minicpm_cli.hub import resolve
+
+    files = resolve(settings.options.model, settings, progress)
+    return replace(files, name=files.name or settings.options.model)

@@ -1,0 +1,92 @@
+"""The options that commands share, each named as in the settings; a command takes whole groups of them as `flags`."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from types import MappingProxyType
+from typing import Annotated, Any
+
+import typer
+
+
+def _option(name: str, kind: Any, help: str, *declared: str, metavar: str | None = None) -> inspect.Parameter:  # noqa: A002
+    annotation = Annotated[kind | None, typer.Option(*declared, help=help, metavar=metavar, show_default=False)]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+MODEL = (
+    _option("model", str, "Folder, .gguf file, hub repo id[@revision] or alias.", "-m", "--model", metavar="MODEL"),
+    _option("model_path", str, "The same as --model.", "--model-path", metavar="PATH"),
+    _option("chat_template", str, "auto, chatml, minicpm or a file.", "--chat-template", metavar="NAME"),
+    _option("trust_remote_code", bool, "Accepted, not needed.", "--trust-remote-code"),
+)
+LOAD = (
+    _option("device", str, "auto, cpu, cuda or cuda:N.", "--device", metavar="DEV"),
+    _option("dtype", str, "auto, bf16, fp16 or fp32.", "--dtype", metavar="TYPE"),
+    _option("ctx", int, "Context in tokens.", "--ctx", metavar="N"),
+    _option("max_seqs", int, "Sequences at once.", "--max-seqs", metavar="N"),
+    _option("max_batch_tokens", int, "Tokens in one step.", "--max-batch-tokens", metavar="N"),
+    _option("memory_fraction", float, "Share of the free memory to use, (0, 1].", "--memory-fraction", metavar="F"),
+    _option("threads", int, "CPU threads.", "--threads", metavar="N"),
+)
+SAMPLING = (
+    _option("temperature", float, "0 always takes the likeliest token.", "-t", "--temperature", metavar="T"),
+    _option("top_p", float, "Likeliest tokens of this total probability; 0: one.", "--top-p", metavar="P"),
+    _option("top_k", int, "The K likeliest tokens; 0: all.", "--top-k", metavar="K"),
+    _option("min_p", float, "Tokens at least this likely beside the likeliest.", "--min-p", metavar="P"),
+    _option("repetition_penalty", float, "Above 1: fewer repetitions.", "--repetition-penalty", metavar="F"),
+    _option("presence_penalty", float, "From -2 to 2.", "--presence-penalty", metavar="F"),
+    _option("frequency_penalty", float, "From -2 to 2.", "--frequency-penalty", metavar="F"),
+    _option("seed", int, "The same seed, the same answer.", "--seed", metavar="N"),
+    _option("max_tokens", int, "At most this many new tokens.", "-n", "--max-tokens", metavar="N"),
+    _option("stop", list[str], "End the answer before this text; repeatable.", "--stop", metavar="STR"),
+    _option("think", bool, "Whether the model thinks before it answers.", "--think/--no-think"),
+)
+LOGPROBS = (_option("logprobs", int, "Log-probabilities of the N likeliest tokens.", "--logprobs", metavar="N"),)
+OUTPUT = (
+    _option("plain", bool, "No colours, no markdown.", "--plain"),
+    _option("quiet", bool, "Only the answer and errors.", "-q", "--quiet"),
+    _option("verbose", bool, "Numbers, and where an error comes from.", "-v", "--verbose"),
+)
+
+Flags = dict[str, Any]
+Group = Iterable[inspect.Parameter]
+
+
+def takes(*groups: Group) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Gives a command the options of `groups`; it receives their values as its keyword argument `flags`."""
+    shared = [parameter for group in groups for parameter in group]
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(command, eval_str=True)
+        parameters = [*(p for p in signature.parameters.values() if p.name != "flags"), *shared]
+
+        @functools.wraps(command)
+        def called(**values: Any) -> Any:
+            flags = {p.name: values.pop(p.name) for p in shared}
+            return command(**values, flags=flags)
+
+        called.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        called.__annotations__ = {p.name: p.annotation for p in parameters}
+        return called
+
+    return decorate
+
+
+def examples(*lines: str) -> str:
+    """The end of a command's help: lines that can be run as they are."""
+    return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
+
+
+EXIT_CODES = MappingProxyType(
+    {
+        0: "ok",
+        1: "some rows failed, or --extract found nothing",
+        2: "usage: a flag, a setting or a prompt that cannot work",
+        3: "the model or a file",
+        4: "memory or GPU",
+        130: "interrupted",
+    }
+)

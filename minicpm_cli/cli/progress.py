@@ -1,0 +1,65 @@
+"""One line on stderr that says what takes its time, and is gone when it is done."""
+
+from __future__ import annotations
+
+import time
+
+from minicpm_cli.chat.terminal import Terminal
+
+_REDRAW_SECONDS = 0.1
+_WIDTH = 24
+_ERASE = "\r\x1b[2K"
+
+
+class ProgressLine:
+    """Call it with (what, done, total): a bar at a terminal; elsewhere a line for each `what` that moves bytes."""
+
+    def __init__(self, terminal: Terminal) -> None:
+        self._terminal = terminal
+        self._what = ""
+        self._drawn = 0.0
+        self._begun = time.monotonic()
+
+    def __enter__(self) -> ProgressLine:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._erase()
+
+    def __call__(self, what: str, done: int, total: int | None, unit: str = "bytes") -> None:
+        if self._terminal.quiet:
+            return
+        if what != self._what:
+            self._what, self._begun, self._drawn = what, time.monotonic(), 0.0
+            if not self._terminal.err_tty and unit == "bytes" and total:
+                self._terminal.note(f"{what} ({_bytes(total)})")
+        if self._terminal.err_tty:
+            self._draw(done, total, unit)
+
+    def _draw(self, done: int, total: int | None, unit: str) -> None:
+        now = time.monotonic()
+        if now - self._drawn < _REDRAW_SECONDS and done != total:
+            return
+        self._drawn = now
+        self._terminal.err.write(f"{_ERASE}{self._what}{self._state(done, total, unit, now)}")
+        self._terminal.err.flush()
+
+    def _state(self, done: int, total: int | None, unit: str, now: float) -> str:
+        if not total:
+            return " ..."
+        filled = min(_WIDTH, _WIDTH * done // total)
+        bar = f" [{'#' * filled}{'.' * (_WIDTH - filled)}]"
+        if unit != "bytes":
+            return f"{bar} {done}/{total} {unit}"
+        rate = done / (now - self._begun) if now > self._begun else 0.0
+        return f"{bar} {_bytes(done)} of {_bytes(total)}" + (f", {_bytes(rate)}/s" if rate else "")
+
+    def _erase(self) -> None:
+        if self._drawn:
+            self._terminal.err.write(_ERASE)
+            self._terminal.err.flush()
+            self._drawn = 0.0
+
+
+def _bytes(count: float) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"

@@ -1,0 +1,82 @@
+"""What a command works with: settings, the terminal, and how a model is opened. Tests open other models."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, BinaryIO, TextIO
+
+from minicpm_cli.chat.terminal import Terminal
+from minicpm_cli.cli import opening
+from minicpm_cli.llm.info import LanguageModel, Prompts
+from minicpm_cli.settings import Settings
+
+ACCEPTED = "--trust-remote-code is not needed: no code of a checkpoint is ever run"
+
+
+@dataclass(frozen=True, slots=True)
+class Runtime:
+    """The outside world. `stdin` is None where the process has none."""
+
+    open_llm: Callable[[Settings, Terminal], LanguageModel] = opening.open_llm
+    open_prompts: Callable[[Settings, Terminal], Prompts] = opening.open_prompts
+
+
+@dataclass(slots=True)
+class Invocation:
+    """One run of the program; every command gets it as its context's object."""
+
+    runtime: Runtime
+    terminal: Terminal = field(default_factory=lambda: Terminal(_stream(sys.stdout), _stream(sys.stderr)))
+
+    def configure(self, flags: Mapping[str, Any]) -> Settings:
+        """The settings of this run, checked. What is accepted for the habit of other tools is dealt with here."""
+        given = dict(flags)
+        habit, path = given.pop("trust_remote_code", None), given.pop("model_path", None)
+        if path is not None and given.get("model") is None:
+            given["model"] = path
+        settings = Settings.load(given)
+        self.terminal = replace(
+            self.terminal,
+            color=settings.color,
+            plain=settings.plain,
+            quiet=settings.quiet,
+            verbose=settings.verbose,
+        )
+        for note in (*settings.notes, *([ACCEPTED] if habit else ())):
+            self.terminal.note(note)
+        return settings
+
+    @contextmanager
+    def model(self, settings: Settings) -> Iterator[LanguageModel]:
+        """The language model, closed at the end; its notes are said once."""
+        llm = self.runtime.open_llm(settings, self.terminal)
+        try:
+            for note in llm.info.notes:
+                self.terminal.note(note)
+            yield llm
+        finally:
+            llm.close()
+
+    def verbose(self, argv: Sequence[str]) -> bool:
+        """Also before the settings are known."""
+        return self.terminal.verbose or "-v" in argv or "--verbose" in argv
+
+
+def stdin_bytes() -> BinaryIO | None:
+    """Standard input when it is a file or a pipe; None at a terminal, or where there is none."""
+    if sys.stdin is None or sys.stdin.closed or sys.stdin.isatty():
+        return None
+    return sys.stdin.buffer
+
+
+def _stream(stream: TextIO) -> TextIO:
+    """UTF-8 whatever the locale says when piped; at a terminal, what it cannot show becomes '?'."""
+    if hasattr(stream, "reconfigure"):
+        if stream.isatty():
+            stream.reconfigure(errors="replace")
+        else:
+            stream.reconfigure(encoding="utf-8", errors="replace", newline="\n")
+    return stream

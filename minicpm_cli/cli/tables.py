@@ -1,0 +1,28 @@
+"""Rows for people at a terminal, tab-separated lines for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from minicpm_cli.chat.terminal import Terminal
+
+
+def show_table(terminal: Terminal, header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """On stdout. Tabs and newlines inside a cell become spaces where the lines are for programs."""
+    if terminal.fancy:
+        _draw(terminal, header, rows)
+        return
+    for row in (header, *rows):
+        terminal.out.write("\t".join(" ".join(cell.split("\t")).replace("\n", " ") for cell in row) + "\n")
+
+
+def _draw(terminal: Terminal, header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(*header, box=box.SIMPLE_HEAD, pad_edge=False)
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    Console(file=terminal.out, no_color=not terminal.color, highlight=False).print(table)
