@@ -36,7 +36,7 @@ def trimmed(number: int, offset: int, raw: bytes) -> Line | None:
     data = raw.rstrip()
     if data.startswith(codecs.BOM_UTF8):
         data, offset = data[len(codecs.BOM_UTF8) :], offset + len(codecs.BOM_UTF8)
-    return Line(number, offset, data) if data and not data.isspace() else None
+    return Line(number, offset, data) if data else None
 
 
 def read_lines(source: BinaryIO, limit: int | None = None) -> Iterator[Line]:

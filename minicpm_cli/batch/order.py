@@ -63,7 +63,7 @@ class AsFinished:
 def restore_order(out: Path, source: Path, size: int) -> bool:
     """Puts the rows of `out` in the order of the first `size` bytes of `source`; True if they were not.
 
-    Rows that no input line stands for go to the end. Memory: 40 bytes a row. Raises FileError.
+    Rows that no input line stands for go to the end. Memory: about 100 bytes a row. Raises FileError.
     """
     offsets, lengths, hashes = array("Q"), array("Q"), array("Q")
     for offset, raw in rows_of(out):

@@ -39,6 +39,10 @@ def test_lines_end_at_newline_bytes_only() -> None:
         assert (b"\xef\xbb\xbf" + data)[line.offset :].startswith(line.data)
 
 
+def test_blank_lines_are_no_rows() -> None:
+    assert not list(read_lines(io.BytesIO(b"\n \t\n\r\n\xef\xbb\xbf\n\xef\xbb\xbf  \r\n")))
+
+
 def test_limit_is_a_snapshot() -> None:
     assert [x.data for x in read_lines(io.BytesIO(b"one\ntwo\nthree\n"), 8)] == [b"one", b"two"]
 

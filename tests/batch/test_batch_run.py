@@ -17,6 +17,7 @@ import pytest
 from batch_tools import no_model, prompts, rows, run, write_lines
 
 from fakes import FakeLLM
+from minicpm_cli.batch import journal as journal_module
 from minicpm_cli.batch import run as run_module
 from minicpm_cli.batch.files import Lock
 from minicpm_cli.batch.options import BatchOptions, parse_shard
@@ -246,6 +247,17 @@ def test_cut_at_every_byte_nothing_is_lost_doubled_or_torn(tmp_path: Path, out: 
         assert summary.skipped == kept
 
 
+def test_rows_that_fail_without_an_id_are_not_run_again(tmp_path: Path, out: Path) -> None:
+    deep = b'{"id": "deep", "prompt": "a", "x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+    source = write_lines(tmp_path / "in", [{"prompt": None}, {"id": 2, "prompt": ""}, b"null", deep, {"id": []}])
+    assert run(source, out).failed == 5
+    whole = rows(out)
+    assert [r["id"] for r in whole] == [1, 2, 3, 4, 5]
+    assert run(source, out).skipped == 5
+    assert run(source, out, retry_errors=True).failed == 5
+    assert rows(out) == whole
+
+
 def test_zeros_of_a_power_cut_are_torn(source: Path, out: Path) -> None:
     run(source, out)
     expected = sorted(out.read_bytes().splitlines())
@@ -333,6 +345,28 @@ def test_signals_keep_what_is_finished(source: Path, out: Path, tmp_path: Path, 
     assert 0 < done < 20
     assert run(source, out).ok == 20 - done
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_rows_reach_the_disk(source: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[int] = []
+    real = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(os.fstat(fd).st_size), real(fd)))
+    monkeypatch.setattr(journal_module, "_SYNC_SECONDS", 0.0)
+    run(source, out)
+    assert len(synced) > 20
+    assert synced[-1] == out.stat().st_size
+
+
+def test_an_output_that_is_taken_away_is_noticed(source: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_module, "_SYNC_SECONDS", 0.0)
+
+    def answer(request: Request) -> str:
+        if request.id == "9":
+            out.unlink()
+        return "ok"
+
+    with pytest.raises(FileError, match="removed or replaced"):
+        run(source, out, FakeLLM(answer=answer))
 
 
 # ---- real processes -----------------------------------------------------------------------------------------------
