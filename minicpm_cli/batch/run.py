@@ -78,7 +78,7 @@ class _Run:
             raise
 
     def summarize(self, *, interrupted: bool) -> BatchSummary:
-        """Said on stderr and written to the summary file."""
+        """Written to the summary file. Saying it after a whole run is the caller's part (`BatchSummary.lines`)."""
         summary = BatchSummary.of(
             self.counts,
             self._job.past.errors.total(),
@@ -87,8 +87,6 @@ class _Run:
             self._options.output,
             interrupted,
         )
-        for line in summary.lines():
-            self._progress.say(line)
         if self._options.summary is not None:
             write_json(Path(self._options.summary), summary.as_json())
         return summary
@@ -96,7 +94,8 @@ class _Run:
     def _stopped(self, *, interrupted: bool) -> None:
         """A run that fails keeps its own error, whatever happens to its summary."""
         with suppress(MinicpmError):
-            self.summarize(interrupted=interrupted)
+            for line in self.summarize(interrupted=interrupted).lines():
+                self._progress.say(line)
 
     def _kept(self) -> str:
         said = f"Stopped after {self.counts.finished:,} rows"
