@@ -105,6 +105,11 @@ class Settings:
         return self.origin("model") == DEFAULT
 
 
+def visible_devices() -> str | None:
+    """CUDA_VISIBLE_DEVICES as it stands; an empty one hides every GPU."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
 @dataclass(frozen=True, slots=True)
 class _Entry:
     name: str

@@ -147,11 +147,14 @@ def check_sampling(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _number(low: float, high: float, *, low_open: bool = False) -> Callable[[str, Any], float]:
     def check(name: str, value: Any) -> float:
-        fits = isinstance(value, int | float) and not isinstance(value, bool)
-        if not fits or not math.isfinite(value) or not low <= value <= high or (low_open and value == low):
+        fits = isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
+        if not fits or value == math.inf or (low_open and value == low):
             open_, high_ = "(" if low_open else "[", "inf)" if high == math.inf else f"{high:g}]"
             raise _bad(name, value, f"a number in {open_}{low:g}, {high_}")
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:  # a whole number of hundreds of digits
+            raise _bad(name, str(value)[:20] + "...", "a number that a computer can hold") from None
 
     return check
 
