@@ -43,6 +43,11 @@ class Transcript:
         whole = lines if self._parses(lines[-1]) else lines[:-1]
         return [self._turn(number, line) for number, line in enumerate(whole, 1) if line.strip()]
 
+    @property
+    def torn(self) -> bool:
+        """Whether the last line has no end, so that nothing may be appended to it."""
+        return not self.path.read_bytes().endswith(b"\n")
+
     def _write(self, path: Path, mode: int, turns: Sequence[Turn]) -> None:
         text = "".join(json.dumps(_record(turn), ensure_ascii=False) + "\n" for turn in turns)
         try:
@@ -95,6 +100,8 @@ class Sessions:
         """The conversation of that name, begun if there is none."""
         transcript = self.transcript(name)
         turns = transcript.read() if transcript.path.exists() else []
+        if turns and transcript.torn:
+            transcript.rewrite(turns)
         return Conversation(turns, transcript)
 
     def transcript(self, name: str) -> Transcript:

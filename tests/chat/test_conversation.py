@@ -1,0 +1,149 @@
+"""The list of messages, its session file, and what of it is sent when the context is full."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from minicpm_cli.chat.conversation import Conversation, Turn, fit
+from minicpm_cli.chat.sessions import Sessions, Transcript
+from minicpm_cli.errors import ContextOverflow, FileError, UsageError
+from minicpm_cli.types import Message
+
+TALK = (
+    Message("system", "s"),
+    Message("user", "q1"),
+    Message("assistant", "a1"),
+    Message("user", "q2"),
+    Message("assistant", "a2"),
+    Message("user", "q3"),
+)
+
+
+def talk(*messages: Message) -> Conversation:
+    return Conversation([Turn(m) for m in messages or TALK])
+
+
+def contents(conversation: Conversation) -> str:
+    return " ".join(m.content for m in conversation.messages)
+
+
+def test_undo_takes_whole_exchanges() -> None:
+    conversation = talk()
+    assert conversation.undo() == 1
+    assert contents(conversation) == "s q1 a1 q2 a2"
+    assert conversation.undo(9) == 2
+    assert contents(conversation) == "s"
+    assert conversation.undo() == 0
+
+
+def test_take_answer_keeps_the_question() -> None:
+    conversation = talk(*TALK[:5])
+    assert conversation.take_answer()
+    assert contents(conversation) == "s q1 a1 q2"
+    assert conversation.take_answer(), "an unanswered question can be asked again"
+    assert not talk(TALK[0]).take_answer()
+
+
+def test_system_prompt_is_set_replaced_removed_and_outlives_a_reset() -> None:
+    conversation = talk(*TALK[1:3])
+    conversation.set_system("x")
+    conversation.set_system("y")
+    assert contents(conversation) == "y q1 a1"
+    conversation.reset()
+    assert contents(conversation) == "y"
+    conversation.set_system(None)
+    assert conversation.messages == ()
+
+
+@pytest.mark.parametrize(
+    ("limit", "kept", "dropped"), [(6, "s q1 a1 q2 a2 q3", 0), (5, "s q2 a2 q3", 2), (2, "s q3", 4)]
+)
+def test_the_oldest_exchanges_go_and_the_system_prompt_stays(limit: int, kept: str, dropped: int) -> None:
+    messages, gone = fit(TALK, len, limit)
+    assert (" ".join(m.content for m in messages), gone) == (kept, dropped)
+
+
+def test_a_question_that_is_too_long_alone_is_an_error() -> None:
+    with pytest.raises(ContextOverflow, match="prompt 2"):
+        fit(TALK, len, 1)
+
+
+def test_the_file_is_the_list_after_every_change(tmp_path: Path) -> None:
+    sessions = Sessions(tmp_path / "sessions")
+    conversation = sessions.open("a")
+
+    def stored() -> list[Turn]:
+        return sessions.open("a").turns
+
+    conversation.add(Message("user", "q\u2028\x1b\n"))
+    assert stored() == conversation.turns
+    conversation.add(Message("assistant", "a", "why"), partial=True)
+    assert stored() == [Turn(Message("user", "q\u2028\x1b\n")), Turn(Message("assistant", "a", "why"), True)]
+    for change in (
+        lambda: conversation.set_system("s"),
+        conversation.take_answer,
+        conversation.undo,
+        conversation.reset,
+    ):
+        change()
+        assert stored() == conversation.turns
+    path = sessions.path("a")
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+    assert [p.name for p in path.parent.iterdir()] == ["a.jsonl"]
+
+
+@pytest.mark.parametrize("tail", [b'{"role": "us', b'{"role": "user", "content": "\xe4\xb8', b""])
+def test_a_torn_last_line_is_left_out(tmp_path: Path, tail: bytes) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"role": "user", "content": "q"}\n' + tail)
+    assert Transcript(path).read() == [Turn(Message("user", "q"))]
+
+
+def test_a_last_line_without_its_newline_counts(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"role": "user", "content": "q"}')
+    assert Transcript(path).read() == [Turn(Message("user", "q"))]
+
+
+@pytest.mark.parametrize("line", ["{bad", "[]", '{"role": "pope", "content": "x"}', '{"role": "user", "content": 1}'])
+def test_any_other_bad_line_is_named(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(f'{{"role": "user", "content": "q"}}\n{line}\n{{"role": "user", "content": "q"}}\n')
+    with pytest.raises(FileError, match="line 2"):
+        Transcript(path).read()
+
+
+def test_a_torn_line_does_not_swallow_what_is_added_after_it(tmp_path: Path) -> None:
+    sessions = Sessions(tmp_path)
+    sessions.path("a").write_bytes(b'{"role": "user", "content": "q"}\n{"role": "as')
+    conversation = sessions.open("a")
+    conversation.add(Message("assistant", "a"))
+    assert [turn.message.content for turn in sessions.open("a").turns] == ["q", "a"]
+
+
+@pytest.mark.parametrize("name", ["", ".hidden", "../x", "a/b", "a\0b", "x" * 101, "a b"])
+def test_names_that_are_no_file_names(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UsageError, match="cannot name a session"):
+        Sessions(tmp_path).path(name)
+
+
+def test_names_newest_first_and_fresh_ones_are_new(tmp_path: Path) -> None:
+    sessions = Sessions(tmp_path)
+    with pytest.raises(UsageError, match="no conversation"):
+        sessions.latest()
+    first = sessions.fresh()
+    for name in (first, "会议"):
+        sessions.open(name).add(Message("user", "x"))
+    assert sessions.names() == ["会议", first]
+    assert sessions.latest() == "会议"
+    assert sessions.fresh() != first
+
+
+def test_a_record_is_one_line_of_json(tmp_path: Path) -> None:
+    Sessions(tmp_path).open("a").add(Message("user", "one\ntwo"))
+    (line,) = (tmp_path / "a.jsonl").read_text().splitlines()
+    assert set(json.loads(line)) == {"role", "content", "time"}

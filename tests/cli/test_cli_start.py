@@ -1,0 +1,66 @@
+"""How the program starts: fast, without the heavy libraries, with help that can be run."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+import typer.main
+
+from minicpm_cli import cli as package
+
+HEAVY = ("torch", "transformers", "huggingface_hub", "prompt_toolkit", "rich", "numpy", "tokenizers", "jinja2")
+COMMANDS = sorted(typer.main.get_command(package.app).commands)  # type: ignore[attr-defined]
+
+
+def test_help_is_fast_and_imports_nothing_heavy() -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "minicpm_cli", "--help"]
+    seconds = []
+    for _ in range(5):
+        begun = time.monotonic()
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        seconds.append(time.monotonic() - begun)
+    imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
+    assert not imported & set(HEAVY)
+    assert min(seconds) < 0.3
+
+
+def test_a_usage_error_imports_nothing_heavy_either() -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "minicpm_cli", "run", "-t", "nan", "hi"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+    assert done.returncode == 2
+    assert not re.search(rf"\| +({'|'.join(HEAVY)})$", done.stderr, re.MULTILINE)
+
+
+def test_version(cli) -> None:
+    assert re.fullmatch(r"minicpm \S+( installed\))?\n", cli("--version").out)
+
+
+def test_help_names_commands_and_exit_codes(cli) -> None:
+    done = cli("--help")
+    assert done.code == 0
+    for command in COMMANDS:
+        assert re.search(rf"^  {command} ", done.out, re.MULTILINE)
+    for code in (0, 1, 2, 3, 4, 130):
+        assert re.search(rf"^    {code} ", done.out, re.MULTILINE)
+    assert cli().out == done.out
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_examples_and_the_common_flags(cli, command: str) -> None:
+    done = cli(command, "--help")
+    assert done.code == 0
+    assert f"minicpm {command}" in done.out.partition("Examples:")[2]
+    assert "-q, --quiet" in done.out
+    assert "-v, --verbose" in done.out
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_flags_in_examples_exist(cli, command: str) -> None:
+    options, _, examples = cli(command, "--help").out.partition("Examples:")
+    mine = " ".join(line.partition("minicpm")[2].partition("|")[0] for line in examples.splitlines())
+    for flag in re.findall(r"(?<= )(--?[a-z][a-z-]*)(?= |$)", re.sub(r'"[^"]*"', "", mine)):
+        assert re.search(rf"(^| |/){re.escape(flag)}\b", options), flag
