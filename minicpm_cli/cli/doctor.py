@@ -1,0 +1,36 @@
+"""`minicpm doctor`: what is here, and what to do about what is missing."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from minicpm_cli.cli.options import OUTPUT, Flags, examples, takes
+from minicpm_cli.cli.runtime import Invocation
+from minicpm_cli.cli.tables import show_table
+
+
+def register(app: typer.Typer) -> None:
+    app.command("doctor", epilog=examples("minicpm doctor", "minicpm doctor --json"))(doctor)
+
+
+@takes(OUTPUT)
+def doctor(
+    context: typer.Context,
+    *,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON array.")] = False,
+    flags: Flags,
+) -> None:
+    """Show what is here and what to do about what is missing."""
+    from minicpm_cli.doctor import report
+
+    invocation: Invocation = context.obj
+    checks = report(invocation.configure(flags))
+    if as_json:
+        invocation.terminal.out.write(json.dumps([asdict(check) for check in checks], indent=2) + "\n")
+        return
+    rows = [(check.name, str(check.status), check.value, check.advice or "-") for check in checks]
+    show_table(invocation.terminal, ("what", "status", "value", "advice"), rows)
