@@ -14,6 +14,8 @@ from typing import Any, Literal
 from minicpm_cli.errors import ConfigError, UnsupportedModel
 
 SUPPORTED = ("MiniCPMForCausalLM", "MiniCPM3ForCausalLM", "LlamaForCausalLM")
+# Below this many weights a model wanders at the usual temperatures; SmolLM2's card recommends 0.2 and 0.9.
+SMALL = 500_000_000
 RopeKind = Literal["default", "linear", "dynamic", "longrope", "llama3", "yarn"]
 Activation = Literal["silu", "relu", "fatrelu"]
 
@@ -301,6 +303,8 @@ def _recommended(raw: Mapping[str, Any], cfg: ModelConfig, generation: Mapping[s
 def _family_sampling(cfg: ModelConfig) -> dict[str, Any]:
     if cfg.mla:
         return {"temperature": 0.7, "top_p": 0.7}
+    if cfg.architecture == "LlamaForCausalLM" and cfg.parameters < SMALL:
+        return {"temperature": 0.2, "top_p": 0.9}
     if cfg.architecture == "LlamaForCausalLM":
         return {"temperature": 0.7, "top_p": 0.95}
     if cfg.kv_heads == cfg.heads or cfg.context <= 4096:
