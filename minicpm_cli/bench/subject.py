@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -16,28 +14,26 @@ from minicpm_cli.bench.runner import EngineRunner
 from minicpm_cli.bench.shapes import raw_config
 from minicpm_cli.bench.speed import Workload
 from minicpm_cli.bench.weights import RandomSource
-from minicpm_cli.engine.engine import Engine
-from minicpm_cli.engine.sequence import EngineConfig
+from minicpm_cli.engine.engine import Engine, EngineConfig
 from minicpm_cli.hub import resolve
-from minicpm_cli.hub.files import read_json
+from minicpm_cli.llm.checkpoint import Checkpoint
+from minicpm_cli.llm.device import choose_device, choose_dtype, dtype_name
 from minicpm_cli.model.config import ModelConfig
 from minicpm_cli.model.decoder import Decoder
-from minicpm_cli.model.gguf import config_from_gguf, read_header
 from minicpm_cli.model.kv import KVCache
 from minicpm_cli.model.loader import build_decoder, load_model
 from minicpm_cli.settings import LoadOptions, Settings
 
 PAGE = 16
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+BATCH_TOKENS = 2048
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A model that is known but not loaded. `path` is None for random weights."""
+    """A model that is known but not loaded: from `path`, or the `shape` with random weights."""
 
     name: str
     scheme: str
-    raw: Mapping[str, Any]
     cfg: ModelConfig
     path: Path | None
     device: torch.device
@@ -51,59 +47,43 @@ class Subject:
         return machine.setting_for(self.device, self.name, dtype_name(self.dtype), engine)
 
     def runner(self, workloads: Sequence[Workload]) -> EngineRunner:
+        """Loads the weights."""
         return EngineRunner(engine_for(self._decoder(), workloads))
 
     def peer_runner(self) -> peer.TransformersRunner:
+        """Loads the same model in transformers."""
         if self.path is None:
-            return peer.TransformersRunner(peer.random_peer(self.raw, self.device, self.dtype))
+            return peer.TransformersRunner(peer.random_peer(raw_config(self.name), self.device, self.dtype))
         return peer.TransformersRunner(peer.load_peer(self.path, self.device, self.dtype))
 
     def _decoder(self) -> Decoder:
         if self.path is None:
-            random = RandomSource(self.cfg, device=self.device, dtype=self.dtype)
-            return build_decoder(random, self.cfg, self.device, self.dtype)
+            source = RandomSource(self.cfg, device=self.device, dtype=self.dtype)
+            return build_decoder(source, self.cfg, self.device, self.dtype)
         return load_model(self.path, self.cfg, self.device, self.dtype)
 
 
 def open_subject(load: LoadOptions, shape: str | None, settings: Settings) -> Subject:
     """The shape, or the model that `load` names, fetched if it is not here; no weights are read."""
-    device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if load.device == "auto" else load.device)
-    auto = "bf16" if device.type == "cuda" else "fp32"
-    dtype = auto if load.dtype == "auto" else load.dtype
+    device = choose_device(load.device)
+    dtype = choose_dtype(load.dtype, device)
     if shape is not None:
-        raw = raw_config(shape)
-        return Subject(shape, dtype, raw, ModelConfig.from_hf(raw), None, device, DTYPES[dtype])
-    path = resolve(load.model, settings).path
-    scheme, raw, generation = _described(path)
-    cfg = ModelConfig.from_hf(raw, generation)
-    return Subject(load.model, scheme or dtype, raw, cfg, path, device, DTYPES[dtype])
-
-
-def _described(path: Path) -> tuple[str | None, Mapping[str, Any], Mapping[str, Any]]:
-    """The scheme if the files are quantized, config.json's contents, generation_config.json's."""
-    if path.suffix == ".gguf":
-        header = read_header(path)
-        stored: Counter[str] = Counter()
-        for tensor in header.tensors.values():
-            stored[tensor.type] += tensor.nbytes
-        return stored.most_common(1)[0][0], config_from_gguf(header), {}
-    generation = path / "generation_config.json"
-    return None, read_json(path / "config.json"), read_json(generation) if generation.is_file() else {}
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return next(name for name, known in DTYPES.items() if known == dtype)
+        return Subject(shape, dtype_name(dtype), ModelConfig.from_hf(raw_config(shape)), None, device, dtype)
+    checkpoint = Checkpoint.read(resolve(load.model, settings).path)
+    scheme = checkpoint.scheme or dtype_name(dtype)
+    return Subject(load.model, scheme, checkpoint.cfg, checkpoint.path, device, dtype)
 
 
 def engine_for(decoder: Decoder, workloads: Sequence[Workload]) -> Engine:
     """An engine with a seat for each sequence of the largest workload, and pages for all of their tokens."""
-    pages = max(w.batch * (-(-(w.prompt + w.new) // PAGE) + 1) for w in workloads) + 1
+    tokens = max(w.prompt + w.new for w in workloads)
+    pages = 1 + max(w.batch * (-(-(w.prompt + w.new) // PAGE) + 1) for w in workloads)
     config = EngineConfig(
         page_size=PAGE,
         pages=pages,
         max_seqs=max(w.batch for w in workloads),
-        max_batch_tokens=2048,
-        context=max(w.prompt + w.new for w in workloads) + 1,
+        max_batch_tokens=BATCH_TOKENS,
+        context=tokens,
         prefix_cache=False,
     )
     kv = KVCache.allocate(decoder.cfg, pages, PAGE, decoder.device, decoder.dtype)
