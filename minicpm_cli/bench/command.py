@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TextIO
 
-from minicpm_cli.bench.rows import Row, place
+from minicpm_cli.bench.rows import STEADY, Row, place
 from minicpm_cli.bench.shapes import raw_config
 from minicpm_cli.bench.speed import WORKLOADS, Runner, Workload, measure
 from minicpm_cli.bench.start import STARTS, measure_start
@@ -69,8 +69,18 @@ def run_bench(
     rows = []
     for row in _measure(options.checked(), settings, err):
         print(row.to_json() if options.json else line(row), file=out, flush=True)
+        if row.spread > STEADY and not settings.quiet:
+            print(unsteady(row), file=err, flush=True)
         rows.append(row)
     return rows
+
+
+def unsteady(row: Row) -> str:
+    """What to say of runs that are not worth comparing."""
+    return (
+        f"{row.workload}: the runs differ by {row.spread:.0%}, so something else keeps this machine busy. "
+        "Measure again when it is quiet."
+    )
 
 
 def line(row: Row) -> str:

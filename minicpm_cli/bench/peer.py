@@ -13,6 +13,9 @@ from torch import Tensor
 
 from minicpm_cli.bench.speed import Clock, Run
 from minicpm_cli.errors import UsageError
+from minicpm_cli.model.config import ModelConfig
+from minicpm_cli.model.gguf import config_from_gguf, read_header
+from minicpm_cli.model.source import open_source
 
 LLAMA_KEYS = (
     "hidden_size",
@@ -61,25 +64,48 @@ class TransformersRunner:
 
 
 def load_peer(path: Path, device: torch.device, dtype: torch.dtype) -> Any:
-    """transformers' own model of a folder or a .gguf file, whose weights it dequantizes."""
+    """transformers' own model of a folder, or its Llama with the dequantized weights of a .gguf file."""
+    if path.suffix == ".gguf":
+        return _llama_of_gguf(path, device, dtype)
     from transformers import AutoModelForCausalLM
 
-    where, which = (path.parent, {"gguf_file": path.name}) if path.suffix == ".gguf" else (path, {})
-    model: Any = AutoModelForCausalLM.from_pretrained(where, dtype=dtype, **which)
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     return model.to(device).eval()
 
 
 def random_peer(raw: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> Any:
     """transformers' Llama of the same sizes: muP's factors cost no time. Not for latent attention or experts."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     if raw.get("kv_lora_rank") or raw.get("num_experts"):
         raise UsageError(
             "--against transformers has no counterpart for latent attention or experts with random weights; "
             "choose a dense shape, or -m MODEL"
         )
+    return _llama(raw, device, dtype)
+
+
+def _llama(raw: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     tie = raw.get("tie_word_embeddings", raw["architectures"] != ["LlamaForCausalLM"])
-    config = LlamaConfig(**{key: raw[key] for key in LLAMA_KEYS if key in raw}, tie_word_embeddings=tie)
+    rope = {"rope_type": "default", "rope_theta": raw.get("rope_theta", 10000.0)}
+    sizes = {key: raw[key] for key in LLAMA_KEYS if key in raw}
     build: Any = LlamaForCausalLM._from_config
     with torch.device(device):
-        return build(config, dtype=dtype).eval()
+        return build(LlamaConfig(**sizes, rope_parameters=rope, tie_word_embeddings=tie), dtype=dtype).eval()
+
+
+def _llama_of_gguf(path: Path, device: torch.device, dtype: torch.dtype) -> Any:
+    """transformers reads GGUF only with accelerate at hand, so the weights come through our own reader."""
+    raw = config_from_gguf(read_header(path))
+    if raw["architectures"] != ["LlamaForCausalLM"]:
+        raise UsageError(f"--against transformers reads GGUF files of Llama models only, not {raw['architectures'][0]}")
+    cfg = ModelConfig.from_hf(raw)
+    source = open_source(path, cfg)
+    model = _llama({**raw, "tie_word_embeddings": "lm_head.weight" not in source}, device, dtype)
+    places = dict(model.named_parameters())
+    with torch.no_grad():
+        for name in sorted(source.names() & set(places)):
+            stored = source.take(name, tuple(places[name].shape))
+            places[name].copy_(stored if isinstance(stored, Tensor) else stored.dequantize())
+    source.finish()
+    return model

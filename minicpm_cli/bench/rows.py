@@ -11,6 +11,7 @@ from typing import Any
 from minicpm_cli.errors import FileError
 
 OUR_ENGINE = "minicpm-cli"
+STEADY = 0.15  # a spread up to this is a machine's own noise; on a shared CPU runs were seen to differ tenfold
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,11 @@ class Row:
     @property
     def value(self) -> float:
         return median(self.runs)
+
+    @property
+    def spread(self) -> float:
+        """How far the runs lie apart, as a part of their median."""
+        return (max(self.runs) - min(self.runs)) / self.value
 
     def to_json(self) -> str:
         measured = {"workload": self.workload, "value": _rounded(self.value), "unit": self.unit}

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import io
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 
-from minicpm_cli.bench.command import BenchOptions, line
-from minicpm_cli.bench.rows import Row, Setting
+from minicpm_cli.bench.command import BenchOptions, line, run_bench
+from minicpm_cli.bench.rows import Row, Setting, read_rows
+from minicpm_cli.bench.speed import Run
 from minicpm_cli.errors import UsageError
-from minicpm_cli.settings import LoadOptions
+from minicpm_cli.settings import LoadOptions, Settings
 
 
 @pytest.mark.parametrize(
@@ -38,25 +43,54 @@ def test_starts_and_speeds_are_told_apart() -> None:
     assert options.starts == ["help", "start"]
 
 
+SETTING = Setting("Some CPU", 2, None, {}, None, "2026-11-30", "demo", "Q4_1")
+
+
 def test_a_line_has_value_spread_and_place() -> None:
-    setting = Setting("Some CPU", 2, None, {}, None, "2026-11-30", "demo", "Q4_1")
-    assert line(Row(setting, "decode", (61.2, 60.8, 61.93), "tok/s")).split() == (
-        [
-            "decode",
-            "61.2",
-            "tok/s",
-            "(60.8",
-            "to",
-            "61.93,",
-            "3",
-            "runs)",
-            "demo",
-            "Q4_1",
-            "minicpm-cli",
-            "on",
-            "Some",
-            "CPU,",
-            "2",
-            "threads",
-        ]
-    )
+    written = " ".join(line(Row(SETTING, "decode", (61.2, 60.8, 61.93), "tok/s")).split())
+    assert written == "decode 61.2 tok/s (60.8 to 61.93, 3 runs) demo Q4_1 minicpm-cli on Some CPU, 2 threads"
+
+
+class Fixed:
+    """A subject whose engines take given seconds, run by run."""
+
+    name, cfg = "demo", SimpleNamespace(vocab=100)
+
+    def __init__(self, *seconds: float) -> None:
+        self.seconds = seconds
+
+    def setting(self) -> Setting:
+        return SETTING
+
+    def peer_setting(self, engine: str) -> Setting:
+        return replace(SETTING, engine=engine)
+
+    def runner(self, workloads: object = None) -> Fixed:
+        self.left = iter(self.seconds)
+        return self
+
+    peer_runner = runner
+
+    def run(self, prompts: list[tuple[int, ...]], new: int) -> Run:
+        return Run(len(prompts[0]), new, next(self.left), 100.0)
+
+
+def run(monkeypatch: pytest.MonkeyPatch, subject: Fixed, options: BenchOptions) -> tuple[str, str]:
+    monkeypatch.setattr("minicpm_cli.bench.subject.open_subject", lambda *_: subject)
+    out, err = io.StringIO(), io.StringIO()
+    run_bench(options, Settings.load(environ={}), out, err)
+    return out.getvalue(), err.getvalue()
+
+
+def test_both_engines_give_rows_of_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = BenchOptions(LoadOptions(), workloads=("prefill",), against="transformers", json=True)
+    out, err = run(monkeypatch, Fixed(9.0, 2.0, 2.0, 2.0), options)
+    rows = read_rows(out)
+    assert [(row.setting.engine, row.value) for row in rows] == [("minicpm-cli", 256.0), ("transformers", 256.0)]
+    assert "differ" not in err
+
+
+def test_unsteady_runs_are_said_on_stderr(monkeypatch: pytest.MonkeyPatch) -> None:
+    out, err = run(monkeypatch, Fixed(9.0, 2.0, 2.0, 4.0), BenchOptions(LoadOptions(), workloads=("prefill",)))
+    assert "prefill: the runs differ by 50%" in err
+    assert "differ" not in out

@@ -42,6 +42,11 @@ def test_json_names_everything_and_the_median() -> None:
     assert (record["workload"], record["unit"]) == ("decode", "tok/s")
 
 
+def test_the_spread_is_a_part_of_the_median() -> None:
+    assert row(CPU, "decode", 10.0, 30.0, 20.0).spread == 1.0
+    assert row(CPU, "decode", 5.0).spread == 0.0
+
+
 @pytest.mark.parametrize("line", ["{", "[1]", "{}", '{"device": 1}', "null"])
 def test_a_foreign_line_is_refused(line: str) -> None:
     with pytest.raises(FileError, match="not a row"):
