@@ -97,12 +97,20 @@ def markdown_table(rows: Sequence[Row], workloads: Sequence[str]) -> str:
     lines: dict[tuple[str, ...], dict[str, str]] = {}
     for row in latest(rows):
         key = (*_line_key(row.setting), _versions(row.setting), row.setting.date)
-        lines.setdefault(key, {})[row.workload] = f"{_rounded(row.value):,g}"
+        lines.setdefault(key, {})[row.workload] = _cell(row)
     head = ["device", "model", "scheme", "engine", *(f"{w} ({units[w]})" for w in columns), "versions", "date"]
     table = [head, [":--"] * 4 + ["--:"] * len(columns) + [":--"] * 2]
     for (*what, versions, date), values in lines.items():
         table.append([*what, *(values.get(w, "") for w in columns), versions, date])
     return "\n".join(f"| {' | '.join(cells)} |" for cells in table)
+
+
+def _cell(row: Row) -> str:
+    """The median; with the range beside it where the runs lie too far apart to compare."""
+    value = f"{_rounded(row.value):,g}"
+    if row.spread <= STEADY:
+        return value
+    return f"{value} ({_rounded(min(row.runs)):,g} to {_rounded(max(row.runs)):,g})"
 
 
 def _versions(setting: Setting) -> str:

@@ -59,7 +59,7 @@ def test_the_newest_row_of_a_workload_counts() -> None:
 
 
 def test_the_table_has_a_line_for_each_setting_and_a_column_for_each_workload() -> None:
-    rows = [row(CPU, "prefill", 1234.5), row(), row(GPU, "decode", 987654.0)]
+    rows = [row(CPU, "prefill", 1234.5), row(CPU, "decode", 20.0, 21.0, 19.5), row(GPU, "decode", 987654.0)]
     assert markdown_table(rows, ["decode", "unmeasured", "prefill"]).split("\n") == [
         "| device | model | scheme | engine | decode (tok/s) | prefill (tok/s) | versions | date |",
         "| :-- | :-- | :-- | :-- | --: | --: | :-- | :-- |",
@@ -68,6 +68,11 @@ def test_the_table_has_a_line_for_each_setting_and_a_column_for_each_workload() 
         "| Some GPU | minicpm5-1b | bf16 | minicpm-cli | 987,700 |  "
         "| minicpm-cli 0.1.0, torch 2.13.0, driver 580.1 | 2026-11-30 |",
     ]
+
+
+def test_the_table_does_not_hide_that_runs_differ() -> None:
+    last = markdown_table([row(CPU, "decode", 10.0, 30.0, 20.0)], ["decode"]).split("\n")[-1]
+    assert "| 20 (10 to 30) |" in last
 
 
 def test_this_machine_is_named() -> None:

@@ -19,9 +19,9 @@ def commands() -> str:
     """A table of the application's visible commands, in its own words."""
     import typer.main
 
-    from minicpm_cli.cli import app
+    from minicpm_cli.cli.program import program
 
-    group = typer.main.get_command(app)
+    group = typer.main.get_command(program())
     listed = group.commands.items()  # type: ignore[attr-defined]
     lines = [f"| `minicpm {name}` | {first_line(command.help)} |" for name, command in listed if not command.hidden]
     return "\n".join(["| command | what it does |", "| :-- | :-- |", *lines])
