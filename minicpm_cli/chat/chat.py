@@ -89,12 +89,15 @@ class Chat:
         self._dropped = dropped
 
     def _answer(self, messages: Messages, *, withdraw: bool) -> None:
-        reply, whole = Reply(), False
+        reply = Reply()
         try:
-            whole = self._stream(messages, reply)
-        finally:
-            self.stopped = not whole
-            self._keep(reply, partial=not whole, withdraw=withdraw)
+            self.stopped = not self._stream(messages, reply)
+        except BaseException:
+            self._keep(reply, partial=True, withdraw=withdraw)
+            raise
+        self._keep(reply, partial=self.stopped, withdraw=withdraw)
+        if self.stopped:
+            self.terminal.note(_stopped(reply, withdrawn=withdraw))
         if reply.cut:
             self.terminal.note("the reply was cut at the limit of tokens: /set max_tokens N, or say: go on")
         self.terminal.detail(reply.summary())
@@ -121,11 +124,14 @@ class Chat:
             self.total = _sum(self.total, reply.usage)
         if not reply.empty or not partial:
             self.conversation.add(reply.message, partial=partial)
-            if partial:
-                self.terminal.note("stopped; what came is kept as a partial reply (/retry, /undo)")
         elif withdraw:
             self.conversation.undo()
-            self.terminal.note("stopped before the first word; the question is taken back")
+
+
+def _stopped(reply: Reply, *, withdrawn: bool) -> str:
+    if not reply.empty:
+        return "stopped; what came is kept as a partial reply (/retry, /undo)"
+    return "stopped before the first word" + ("; the question is taken back" if withdrawn else "")
 
 
 def _sum(total: Usage, usage: Usage) -> Usage:

@@ -125,6 +125,7 @@ def test_an_error_leaves_the_list_as_it_was(make: Make) -> None:
     with pytest.raises(RequestError):
         chat.say("one")
     assert contents(chat) == []
+    assert told(chat) == ""
 
 
 def test_overflow_stops_before_anything_is_sent(make: Make) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
-import time
 
 import pytest
 import typer.main
@@ -17,14 +17,17 @@ COMMANDS = sorted(typer.main.get_command(package.app).commands)  # type: ignore[
 
 
 def test_help_is_fast_and_imports_nothing_heavy() -> None:
+    """In seconds of the processor: a wall clock would also measure the tests that run beside this one."""
     command = [sys.executable, "-X", "importtime", "-m", "minicpm_cli", "--help"]
-    seconds = []
-    for _ in range(5):
-        begun = time.monotonic()
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        seconds.append(time.monotonic() - begun)
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
     assert not imported & set(HEAVY)
+    seconds = []
+    for _ in range(5):
+        before = os.times()
+        subprocess.run([sys.executable, "-m", "minicpm_cli", "--help"], capture_output=True, check=True)
+        after = os.times()
+        seconds.append(after.children_user + after.children_system - before.children_user - before.children_system)
     assert min(seconds) < 0.3
 
 

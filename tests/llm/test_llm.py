@@ -185,8 +185,12 @@ def test_every_family_answers_with_one_bos_and_no_token_out_of_a_message(tmp_pat
     assert list(llm.stream([ask()]))[-1].finish in ("length", "stop")
 
 
-def test_every_end_token_of_the_files_and_the_template_ends_an_answer(load) -> None:
-    llm = load()
+def test_every_end_token_of_the_files_and_the_template_ends_an_answer(load, tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path, "minicpm4-0.5b")
+    for name in ("config.json", "generation_config.json"):
+        (path / name).write_text(json.dumps(json.loads((path / name).read_text()) | {"eos_token_id": 5}))
+    llm = load(path)
+    assert 5 in llm._prompter.eos_ids
     tokenizer = llm._prompter.tokenizer
     assert {tokenizer.token_id("</s>"), tokenizer.token_id("<|im_end|>")} <= llm._prompter.eos_ids
     engine_request, _ = llm._admit(ask())
