@@ -159,8 +159,7 @@ def _known(key: str, where: str) -> str:
         return name
     near = _near(name)
     raise UsageError(
-        f"{where}: unknown setting {key!r}."
-        + (f" Did you mean {near!r}?" if near else f" Known: {_names()}.")
+        f"{where}: unknown setting {key!r}." + (f" Did you mean {near!r}?" if near else f" Known: {_names()}.")
     )
 
 
