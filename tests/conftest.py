@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from minicpm_cli.settings import Settings
+
+
+def pytest_configure() -> None:
+    """No test reaches a model hub, whatever the machine's settings; the fake hub's tests lift it for themselves."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -25,3 +36,17 @@ def demo_gguf() -> Path:
     from minicpm_cli.settings import Settings
 
     return demo.fetch(Settings.load().cache_dir)
+
+
+@pytest.fixture
+def isolated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
+    """Settings, and an environment for child processes, in which nothing is this machine's own."""
+    from minicpm_cli.settings import Settings
+
+    for name in [n for n in os.environ if n.startswith("MINICPM_")]:
+        monkeypatch.delenv(name)
+    (tmp_path / "config.toml").touch()
+    monkeypatch.setenv("MINICPM_CONFIG", str(tmp_path / "config.toml"))
+    monkeypatch.setenv("MINICPM_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("MINICPM_DATA_DIR", str(tmp_path / "data"))
+    return Settings.load()

