@@ -96,16 +96,16 @@ def _embed_and_head(cfg: ModelConfig, weights: Weights) -> tuple[Embedding, Line
                 f"{HEAD} is missing and config.json says that it is not tied to the embedding "
                 "(tie_word_embeddings false): the files are incomplete, fetch them again"
             )
-        return embed, weights.head(embed.table)
+        return embed, weights.head(embed.table, shared=True)
     own = source.take(HEAD, shape)
     if cfg.tie and _same(embed, own):
-        return embed, weights.head(embed.table)
+        return embed, weights.head(embed.table, shared=True)
     if cfg.tie and cfg.tie_explicit:
         raise WeightsError(
             f"config.json says that {HEAD} is tied to {EMBED} (tie_word_embeddings true), but the files hold both and "
             "they differ: correct config.json or remove the wrong tensor"
         )
-    return embed, weights.head(own if isinstance(own, GroupInt) else own.to(weights.device, weights.dtype, copy=True))
+    return embed, weights.head(own, shared=False)
 
 
 def _same(embed: Embedding, head: Tensor | GroupInt) -> bool:

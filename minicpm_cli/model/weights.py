@@ -28,9 +28,9 @@ class Weights:
         self.nbytes += layer.nbytes
         return layer
 
-    def head(self, stored: Tensor | GroupInt) -> Linear:
+    def head(self, stored: Tensor | GroupInt, *, shared: bool) -> Linear:
         """The output head from its own weights, or from an embedding's table, whose memory it then shares."""
-        if isinstance(stored, Tensor) and stored.device == self.device and stored.dtype == self.dtype:
+        if shared and isinstance(stored, Tensor):
             return Dense(stored)
         layer = make_linear([stored], self.device, self.dtype)
         self.nbytes += layer.nbytes
