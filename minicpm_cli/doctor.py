@@ -7,9 +7,11 @@ import platform
 import shutil
 import subprocess
 import sys
+import warnings
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal
 
 from minicpm_cli.hub.files import size_text
@@ -17,8 +19,10 @@ from minicpm_cli.settings import Settings, visible_devices
 
 Status = Literal["ok", "warn", "fail"]
 LIBRARIES = ("transformers", "tokenizers", "safetensors", "gguf", "huggingface_hub", "triton", "bitsandbytes")
-# CUDA 12's minor-version compatibility starts at this driver on Linux (NVIDIA, CUDA Compatibility).
-OLDEST_DRIVER = 525
+GPU_ONLY = ("triton", "bitsandbytes")
+# CUDA major version -> oldest Linux driver under its minor-version compatibility (NVIDIA, CUDA Compatibility).
+OLDEST_DRIVERS = MappingProxyType({"11": 450, "12": 525, "13": 580})
+LITTLE_DISK = 2 * 10**9  # bytes; less than the smallest MiniCPM needs
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,18 +39,45 @@ def report(settings: Settings) -> list[Check]:
     """All checks, in the order in which a reader needs them. Nothing is changed and nothing is fetched."""
     driver = _driver()
     return [
-        Check("python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
+        Check("python", "ok", f"{platform.python_version()} in {sys.prefix}"),
+        Check("system", "ok", f"{platform.system()} {platform.release()} {platform.machine()}"),
         _cpu(),
-        _driver_check(driver),
-        *_torch(driver),
-        *(_library(name) for name in LIBRARIES),
         _memory(),
-        _cache(settings.cache_dir),
+        *_gpus(driver),
+        *(_library(name, gpu=driver is not None) for name in LIBRARIES),
+        _folder("cache", settings.cache_dir, "MINICPM_CACHE_DIR"),
+        _folder("hub cache", _hub_cache(), "HF_HOME"),
     ]
 
 
+def why_no_gpu() -> str:
+    """Why torch cannot use a GPU here, with the versions at odds and what to do; for machines where it cannot."""
+    import torch
+
+    driver, built = _driver(), torch.version.cuda
+    if built is None and torch.version.hip is None:
+        if driver is None:
+            return f"torch {torch.__version__} is a CPU build, and no NVIDIA driver answers"
+        return (
+            f"torch {torch.__version__} is a CPU build, although there is a GPU ({_first(driver)}): "
+            "pip install --force-reinstall torch, from the index that pytorch.org names for CUDA"
+        )
+    visible = visible_devices()
+    if visible is not None and visible.strip() in ("", "-1"):
+        return f"CUDA_VISIBLE_DEVICES is {visible!r}, which hides every GPU: unset it"
+    if driver is None:
+        return f"torch is built for CUDA {built}, but no NVIDIA driver answers (nvidia-smi)"
+    oldest = OLDEST_DRIVERS.get(str(built).split(".")[0])
+    if oldest and _major(driver) < oldest:
+        return (
+            f"driver {_version(driver)} is too old for CUDA {built}, which needs {oldest} or newer: update the driver"
+        )
+    hidden = f" (CUDA_VISIBLE_DEVICES is {visible!r})" if visible is not None else ""
+    return f"torch {torch.__version__} with CUDA {built} finds no usable GPU under driver {_first(driver)}{hidden}"
+
+
 def _driver() -> str | None:
-    """The NVIDIA driver's version and the cards' names, as nvidia-smi tells them."""
+    """A line for each card: the NVIDIA driver's version, name, memory, as nvidia-smi tells them."""
     smi = shutil.which("nvidia-smi")
     if smi is None:
         return None
@@ -58,38 +89,39 @@ def _driver() -> str | None:
     return done.stdout.strip() or None if done.returncode == 0 else None
 
 
-def _driver_check(driver: str | None) -> Check:
+def _first(driver: str) -> str:
+    return driver.splitlines()[0]
+
+
+def _version(driver: str) -> str:
+    return _first(driver).split(",")[0]
+
+
+def _major(driver: str) -> int:
+    major = _version(driver).split(".")[0]
+    return int(major) if major.isdigit() else 0
+
+
+def _gpus(driver: str | None) -> list[Check]:
+    """The driver, torch, and each GPU that torch can use."""
+    cards = "; ".join(driver.splitlines()) if driver else "none found"
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        broken = Check("torch", "fail", f"cannot be imported: {error}", "pip install --force-reinstall torch")
+        return [Check("nvidia driver", "ok" if driver else "warn", cards), broken]
+    build = torch.version.cuda or torch.version.hip
+    version = f"{torch.__version__} ({f'CUDA {build}' if build else 'CPU build'})"
+    with warnings.catch_warnings():  # what they say, why_no_gpu says with what to do
+        warnings.simplefilter("ignore")
+        usable = torch.cuda.is_available()
+    if usable:
+        gpus = [_gpu(i) for i in range(torch.cuda.device_count())]
+        return [Check("nvidia driver", "ok", cards), Check("torch", "ok", version), *gpus]
     if driver is None:
         advice = "a GPU needs the NVIDIA driver (nvidia-smi must answer); without one models run on the CPU, slowly"
-        return Check("nvidia driver", "warn", "none found", advice)
-    major = driver.split(".")[0]
-    if major.isdigit() and int(major) < OLDEST_DRIVER:
-        return Check(
-            "nvidia driver", "fail", driver, f"older than {OLDEST_DRIVER}: update the driver for current torch"
-        )
-    return Check("nvidia driver", "ok", "; ".join(driver.splitlines()))
-
-
-def _torch(driver: str | None) -> list[Check]:
-    import torch
-
-    built = torch.version.cuda
-    version = f"{torch.__version__} ({f'CUDA {built}' if built else 'no CUDA'})"
-    if torch.cuda.is_available():
-        return [Check("torch", "ok", version), *(_gpu(i) for i in range(torch.cuda.device_count()))]
-    if driver is None:
-        return [Check("torch", "ok", version)]
-    if built is None:
-        advice = "there is a GPU, but this torch is a CPU build: pip install --force-reinstall torch"
-        return [Check("torch", "fail", version, advice)]
-    return [Check("torch", "fail", version, _hidden())]
-
-
-def _hidden() -> str:
-    visible = visible_devices()
-    if visible is not None:
-        return f"CUDA_VISIBLE_DEVICES is {visible!r}, which hides the GPUs: unset it"
-    return "torch cannot use the GPU: the driver may be older than this torch's CUDA, update one of them"
+        return [Check("nvidia driver", "warn", cards, advice), Check("torch", "ok", version)]
+    return [Check("nvidia driver", "ok", cards), Check("torch", "fail", version, why_no_gpu())]
 
 
 def _gpu(index: int) -> Check:
@@ -104,13 +136,14 @@ def _gpu(index: int) -> Check:
     return Check(f"cuda:{index}", "ok", value)
 
 
-def _library(name: str) -> Check:
+def _library(name: str, *, gpu: bool) -> Check:
     try:
         return Check(name, "ok", metadata.version(name))
     except metadata.PackageNotFoundError:
-        optional = name in ("triton", "bitsandbytes")
-        advice = "only needed on a GPU" if optional else f"pip install {name}"
-        return Check(name, "ok" if optional else "fail", "not installed", advice)
+        if name in GPU_ONLY and not gpu:
+            return Check(name, "ok", "not installed", "only needed on a GPU")
+        status: Status = "warn" if name in GPU_ONLY else "fail"
+        return Check(name, status, "not installed", f"pip install {name}")
 
 
 def _cpu() -> Check:
@@ -137,9 +170,19 @@ def _memory() -> Check:
     return Check("memory", "ok", value)
 
 
-def _cache(folder: Path) -> Check:
+def _hub_cache() -> Path:
+    from minicpm_cli.hub.cache import root
+
+    return root()
+
+
+def _folder(name: str, folder: Path, variable: str) -> Check:
+    """Can the folder be written (or made), and is there room in it?"""
     existing = next(p for p in (folder, *folder.parents) if p.exists())
-    free = size_text(shutil.disk_usage(existing).free)
-    if not os.access(existing, os.W_OK):
-        return Check("cache", "fail", f"{folder} is not writable", "point MINICPM_CACHE_DIR at a folder that is")
-    return Check("cache", "ok", f"{folder}, {free} free, Python {sys.prefix}")
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        return Check(name, "fail", f"{folder} cannot be written", f"point {variable} at a folder that can")
+    free = shutil.disk_usage(existing).free
+    value = f"{folder}, {size_text(free)} free"
+    if free < LITTLE_DISK:
+        return Check(name, "warn", value, f"free some space, or point {variable} at another disk")
+    return Check(name, "ok", value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from minicpm_cli.doctor import why_no_gpu
 from minicpm_cli.errors import DeviceError, UsageError
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -15,13 +16,14 @@ def choose_device(name: str) -> torch.device:
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise DeviceError(f"--device {name}: {_no_cuda()} minicpm doctor says more; --device cpu runs on the CPU.")
+        raise DeviceError(f"--device {name}: {why_no_gpu()}. minicpm doctor says more; --device cpu runs on the CPU.")
     count = torch.cuda.device_count()
     if name in ("auto", "cuda"):
         return torch.device("cuda", max(range(count), key=lambda i: torch.cuda.mem_get_info(i)[0]))
     index = int(name.removeprefix("cuda:"))
     if index >= count:
-        raise DeviceError(f"--device {name}: there are {count} GPUs here, counted from cuda:0.")
+        here = ", ".join(f"cuda:{i} ({torch.cuda.get_device_name(i)})" for i in range(count))
+        raise DeviceError(f"--device {name} does not exist. There are: {here}.")
     return torch.device("cuda", index)
 
 
@@ -62,10 +64,3 @@ def _physical_bytes() -> int:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     except (AttributeError, ValueError, OSError):
         return 4 * 2**30
-
-
-def _no_cuda() -> str:
-    built = torch.version.cuda
-    if built is None:
-        return "this torch was built without CUDA."
-    return f"torch (CUDA {built}) finds no GPU that it can use: none is visible, or the driver is too old."

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from minicpm_cli.doctor import why_no_gpu
 from minicpm_cli.engine.engine import Engine, EngineConfig, EngineRequest, TokenEvent
 from minicpm_cli.engine.memory import MemoryOptions, MemoryPlan, plan_memory
 from minicpm_cli.errors import MinicpmError, OutOfMemory, UsageError
@@ -144,7 +145,7 @@ def _notes(options: LoadOptions, cfg: ModelConfig, trained: int, device: torch.d
     """What the user is told once."""
     notes = list(cfg.notes)
     if options.device == "auto" and device.type == "cpu":
-        notes.append("there is no GPU that can be used, so this runs on the CPU (minicpm doctor says more)")
+        notes.append(f"no GPU can be used, so this runs on the CPU: {why_no_gpu()}")
     if cfg.context > trained:
         notes.append(f"the model was made for {trained} tokens; with --ctx {cfg.context}, expect worse answers beyond")
     return tuple(notes)
