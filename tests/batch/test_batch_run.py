@@ -331,11 +331,16 @@ def test_unfinished_rows_are_an_error_not_a_loss(source: Path, out: Path) -> Non
     assert run(source, out).ok == 1
 
 
+def _signal_after_a_row(out: Path, number: int) -> None:
+    while not (out.exists() and b"\n" in out.read_bytes()):
+        time.sleep(0.002)
+    os.kill(os.getpid(), number)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signals_keep_what_is_finished(source: Path, out: Path, tmp_path: Path, number: int) -> None:
-    llm = FakeLLM(delay=0.005)
-    timer = threading.Timer(0.15, os.kill, (os.getpid(), number))
-    timer.start()
+    llm = FakeLLM(delay=0.02)
+    threading.Thread(target=_signal_after_a_row, args=(out, number), daemon=True).start()
     with pytest.raises(Interrupted, match="Run the same command again") as caught:
         run(source, out, llm, summary=str(tmp_path / "s.json"))
     assert caught.value.exit_code == 130
