@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 Clock = Callable[[], float]
+WARM_UPS = 2  # after one, the first run counted was still the slowest of a GPU's
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,6 @@ class Runner(Protocol):
 
 
 def measure(runner: Runner, workload: Workload, *, vocab: int, repeats: int) -> tuple[float, ...]:
-    """The rate of each of `repeats` runs, after one that warms up and does not count."""
-    runs = [runner.run(workload.prompts(seed, vocab), workload.new) for seed in range(repeats + 1)]
-    return tuple(workload.rate(run) for run in runs[1:])
+    """The rate of each of `repeats` runs, after those that warm up and do not count."""
+    runs = [runner.run(workload.prompts(seed, vocab), workload.new) for seed in range(WARM_UPS + repeats)]
+    return tuple(workload.rate(run) for run in runs[WARM_UPS:])

@@ -14,6 +14,7 @@ import typer
 from minicpm_cli.cli.program import program
 from minicpm_cli.cli.runtime import Invocation, Runtime
 from minicpm_cli.errors import Interrupted, MinicpmError
+from minicpm_cli.settings import calm_waiting
 
 # ClickException, which typer brings along but does not name
 _CLICK_ERROR = cast(type[Exception], typer.BadParameter.__mro__[2])
@@ -24,6 +25,7 @@ app = program()
 
 def main(argv: Sequence[str] | None = None, runtime: Runtime | None = None) -> NoReturn:
     """Runs the command in `argv` (default: this process's arguments) and exits."""
+    calm_waiting()
     sys.exit(exit_code(sys.argv[1:] if argv is None else argv, runtime or Runtime()))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from minicpm_cli.errors import UsageError
-from minicpm_cli.settings import LoadOptions, Settings
+from minicpm_cli.settings import LoadOptions, Settings, calm_waiting
 from minicpm_cli.types import SamplingParams
 
 
@@ -202,3 +202,17 @@ def test_importing_is_cheap() -> None:
     code = f"import sys, minicpm_cli.settings; print([n for n in {heavy} if n in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({}, {"GOMP_SPINCOUNT": "1000"}),
+        ({"GOMP_SPINCOUNT": "7"}, {"GOMP_SPINCOUNT": "7"}),
+        ({"OMP_WAIT_POLICY": "active"}, {"OMP_WAIT_POLICY": "active"}),
+    ],
+)
+def test_threads_wait_calmly_unless_the_user_says_otherwise(before: dict[str, str], after: dict[str, str]) -> None:
+    environ = dict(before)
+    calm_waiting(environ)
+    assert environ == after
