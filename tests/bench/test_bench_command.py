@@ -84,13 +84,13 @@ def run(monkeypatch: pytest.MonkeyPatch, subject: Fixed, options: BenchOptions) 
 
 def test_both_engines_give_rows_of_json(monkeypatch: pytest.MonkeyPatch) -> None:
     options = BenchOptions(LoadOptions(), workloads=("prefill",), against="transformers", json=True)
-    out, err = run(monkeypatch, Fixed(9.0, 2.0, 2.0, 2.0), options)
+    out, err = run(monkeypatch, Fixed(9.0, 9.0, 2.0, 2.0, 2.0), options)
     rows = read_rows(out)
     assert [(row.setting.engine, row.value) for row in rows] == [("minicpm-cli", 256.0), ("transformers", 256.0)]
     assert "differ" not in err
 
 
 def test_unsteady_runs_are_said_on_stderr(monkeypatch: pytest.MonkeyPatch) -> None:
-    out, err = run(monkeypatch, Fixed(9.0, 2.0, 2.0, 4.0), BenchOptions(LoadOptions(), workloads=("prefill",)))
+    out, err = run(monkeypatch, Fixed(9.0, 9.0, 2.0, 2.0, 4.0), BenchOptions(LoadOptions(), workloads=("prefill",)))
     assert "prefill: the runs differ by 50%" in err
     assert "differ" not in out

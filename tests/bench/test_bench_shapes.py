@@ -7,10 +7,11 @@ import math
 import pytest
 import torch
 
-from minicpm_cli.bench.shapes import SHAPES, raw_config, tensor_shapes
+from minicpm_cli.bench.shapes import SHAPES, raw_config
 from minicpm_cli.bench.weights import RandomSource
 from minicpm_cli.errors import UsageError, WeightsError
 from minicpm_cli.model.config import ModelConfig
+from minicpm_cli.model.shapes import tensor_shapes
 
 # Parameters of the released checkpoints: exact where a model card or a file size gives them.
 RELEASED = {
