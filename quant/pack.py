@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -14,16 +14,40 @@ GGUF_GROUP = 32
 
 @dataclass(frozen=True, slots=True)
 class GroupInt:
-    """W[n, k] = scale[n, k // group] * code[n, k] + offset[n, k // group].
+    """W[n, order[j]] = scale[n, j // group] * (code[n, j] - zero[n, j // group]) + offset[n, j // group].
 
-    4 bits: codes 0..15, two a byte along K, the even element in the low half. 8 bits: codes are int8.
+    4 bits: codes and zeros 0..15, two codes a byte along K, the even element in the low half. 8 bits: codes and
+    zeros are int8, that is 128 less than the unsigned ones of most files. `group` -1 stands for K.
     """
 
     bits: int
     group: int
     codes: Tensor  # [N, K/2] uint8 for 4 bits, [N, K] int8 for 8
-    scale: Tensor  # [N, K/group] float16
-    offset: Tensor | None  # [N, K/group] float16; None: zero
+    scale: Tensor  # [N, K/group] float16, bfloat16 or float32
+    offset: Tensor | None  # [N, K/group] as scale; None: zero
+    zero: Tensor | None = None  # [N, K/group] uint8 for 4 bits, int8 for 8; None: zero
+    order: Tensor | None = None  # [K] int64: the input column that stored column j belongs to; None: j
+
+    def __post_init__(self) -> None:
+        if self.group == -1:
+            object.__setattr__(self, "group", self.shape[1])
+
+    @classmethod
+    def from_unsigned(
+        cls,
+        bits: int,
+        group: int,
+        codes: Tensor,  # [N, K] 0..2^bits-1, any integer type
+        scale: Tensor,  # [N, K/group]
+        zero: Tensor | None = None,  # [N, K/group] 0..2^bits-1; None: the middle, 2^(bits-1)
+        order: Tensor | None = None,  # [K]
+    ) -> GroupInt:
+        """Packs plain unsigned codes, as quantizers compute them and files hold them."""
+        if bits == 8:
+            zero = None if zero is None else _signed(zero)
+            return cls(8, group, _signed(codes), scale, None, zero, order)
+        zero = torch.full_like(scale, 8, dtype=torch.uint8) if zero is None else zero.to(torch.uint8)
+        return cls(4, group, pair_nibbles(codes), scale, None, zero, order)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -32,17 +56,24 @@ class GroupInt:
 
     @property
     def nbytes(self) -> int:
-        parts = (self.codes, self.scale, self.offset)
+        parts = (self.codes, self.scale, self.offset, self.zero, self.order)
         return sum(t.numel() * t.element_size() for t in parts if t is not None)
+
+    @property
+    def symmetric(self) -> bool:
+        """Whether every zero point is the middle of the codes and there is no offset."""
+        middle = 8 if self.bits == 4 else 0
+        return self.offset is None and (middle == 0 if self.zero is None else bool((self.zero == middle).all()))
 
     def rows(self, index: Tensor | slice) -> GroupInt:
         """The rows `index` ([M] int64 or a slice) as a packed matrix of their own."""
-        offset = None if self.offset is None else self.offset[index]
-        return GroupInt(self.bits, self.group, self.codes[index], self.scale[index], offset)
+        offset, zero = (None if t is None else t[index] for t in (self.offset, self.zero))
+        return replace(self, codes=self.codes[index], scale=self.scale[index], offset=offset, zero=zero)
 
     def to(self, device: torch.device) -> GroupInt:
-        offset = None if self.offset is None else self.offset.to(device)
-        return GroupInt(self.bits, self.group, self.codes.to(device), self.scale.to(device), offset)
+        offset, zero, order = (None if t is None else t.to(device) for t in (self.offset, self.zero, self.order))
+        codes, scale = self.codes.to(device), self.scale.to(device)
+        return GroupInt(self.bits, self.group, codes, scale, offset, zero, order)
 
     def integers(self) -> Tensor:  # [N, K] uint8 or int8
         """The codes one an element."""
@@ -50,31 +81,65 @@ class GroupInt:
             return self.codes
         return torch.stack((self.codes & 15, self.codes >> 4), -1).view(self.shape)
 
+    def unsigned(self) -> tuple[Tensor, Tensor]:  # [N, K] and [N, K/group] uint8
+        """Codes and zero points as 0..2^bits-1, the reverse of `from_unsigned`; offsets have no place in it."""
+        zero = self.scale.new_zeros(self.scale.shape, dtype=torch.uint8) if self.zero is None else self.zero
+        return (self.integers(), zero) if self.bits == 4 else (_unsigned(self.codes), _unsigned(zero))
+
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:  # [N, K]
-        """The weights, computed in float32 and rounded once to `dtype`."""
+        """The weights in the order of the inputs, computed in float32 and rounded once to `dtype`."""
         n, k = self.shape
-        w = self.integers().view(n, -1, self.group).float() * self.scale[..., None].float()
+        w = self.integers().view(n, -1, self.group).float()
+        if self.zero is not None:
+            w -= self.zero[..., None]
+        w *= self.scale[..., None].float()
         if self.offset is not None:
             w += self.offset[..., None].float()
-        return w.view(n, k).to(dtype)
+        w = w.view(n, k).to(dtype)
+        return w if self.order is None else w[:, self.order.argsort()]
+
+    def regrouped(self, group: int) -> GroupInt:
+        """The same weights in smaller groups, which divide the present ones."""
+        times = self.group // group
+        offset, zero = (None if t is None else t.repeat_interleave(times, 1) for t in (self.offset, self.zero))
+        return replace(self, group=group, scale=self.scale.repeat_interleave(times, 1), offset=offset, zero=zero)
 
     @staticmethod
     def cat(parts: Sequence[GroupInt]) -> GroupInt:
-        """One matrix out of the rows of several of the same format."""
-        first = parts[0]
+        """One matrix out of the rows of several of the same format and order of columns."""
         offsets = [p.offset for p in parts if p.offset is not None]
-        return GroupInt(
-            first.bits,
-            first.group,
-            torch.cat([p.codes for p in parts]),
-            torch.cat([p.scale for p in parts]),
-            torch.cat(offsets) if offsets else None,
+        zeros = [p.zero for p in parts if p.zero is not None]
+        return replace(
+            parts[0],
+            codes=torch.cat([p.codes for p in parts]),
+            scale=torch.cat([p.scale for p in parts]),
+            offset=torch.cat(offsets) if offsets else None,
+            zero=torch.cat(zeros) if zeros else None,
         )
 
     def like(self, other: GroupInt) -> bool:
         """Whether the two can be joined by `cat`."""
-        same = (self.bits, self.group, self.offset is None, self.shape[1])
-        return same == (other.bits, other.group, other.offset is None, other.shape[1])
+        same = self._format == other._format
+        if self.order is None or other.order is None:
+            return same and self.order is other.order
+        return same and torch.equal(self.order, other.order)
+
+    @property
+    def _format(self) -> tuple[object, ...]:
+        return self.bits, self.group, self.shape[1], self.scale.dtype, self.offset is None, self.zero is None
+
+
+def pair_nibbles(codes: Tensor) -> Tensor:  # [N, K] 0..15 -> [N, K/2] uint8
+    codes = codes.to(torch.uint8)
+    return codes[:, ::2] | (codes[:, 1::2] << 4)
+
+
+def _signed(codes: Tensor) -> Tensor:  # 0..255 -> -128..127: the top bit flips
+    return (codes.to(torch.uint8) ^ 128).view(torch.int8)
+
+
+def _unsigned(codes: Tensor) -> Tensor:
+    return codes.contiguous().view(torch.uint8) ^ 128
 
 
 Packed = GroupInt

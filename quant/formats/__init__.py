@@ -1,0 +1,1 @@
+"""File formats of quantized weights: tensors as the ecosystem stores them, to and from this library's packings."""
