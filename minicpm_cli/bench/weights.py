@@ -8,9 +8,9 @@ import zlib
 import torch
 from torch import Tensor
 
-from minicpm_cli.bench.shapes import Shape, tensor_shapes
 from minicpm_cli.errors import WeightsError
 from minicpm_cli.model.config import ModelConfig
+from minicpm_cli.model.shapes import Shape, tensor_shapes
 
 
 class RandomSource:
