@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -18,6 +18,7 @@ from minicpm_cli.batch.manifest import (
     manifest_path,
     new_seed,
     read_manifest,
+    refuse_another_model,
     refuse_changes,
 )
 from minicpm_cli.batch.options import BatchOptions, check_options
@@ -28,13 +29,14 @@ from minicpm_cli.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """`scan` is None for a stream, `journal` is the real path of OUT or None when OUT is no regular file."""
+    """`scan` is None for a stream; `journal`, the real path of OUT, and `manifest` when OUT is no regular file."""
 
     source: BinaryIO
     output: Output
     seed: int
     scan: Scan | None = None
     journal: Path | None = None
+    manifest: Manifest | None = None
     past: Past = field(default_factory=Past)
 
 
@@ -51,6 +53,18 @@ def open_job(options: BatchOptions) -> Iterator[Job]:
             yield job
         if options.ordered and out and job.scan and job.past.ok:
             restore_order(out, Path(options.input), job.scan.size)
+
+
+def record_model(job: Job, options: BatchOptions) -> None:
+    """Writes down which model was opened, fetched only now perhaps. Raises UsageError if OUT holds another's rows."""
+    if job.manifest is None or job.journal is None:
+        return
+    opened = replace(job.manifest, files=dict(options.identify()))
+    if opened == job.manifest:
+        return
+    if not options.force:
+        refuse_another_model(job.manifest, opened, job.journal)
+    opened.write(manifest_path(job.journal))
 
 
 def _journal_path(name: str) -> Path | None:
@@ -85,7 +99,7 @@ def _file_job(options: BatchOptions, out: Path, stack: ExitStack) -> Job:
         manifest.write(manifest_path(out))
     journal = Journal(out)
     stack.callback(journal.close)
-    return Job(source, journal, manifest.seed, scan, out, past)
+    return Job(source, journal, manifest.seed, scan, out, manifest, past)
 
 
 def _old_manifest(out: Path, options: BatchOptions) -> Manifest | None:
@@ -108,7 +122,8 @@ def _manifest(options: BatchOptions, old: Manifest | None, scan: Scan | None) ->
     seed = options.given_seed
     if seed is None:
         seed = new_seed() if old is None else old.seed
-    return Manifest(dict(options.model), options.parameters, options.shard_name, seed, fingerprint(scan))
+    files = dict(options.identify()) or (old.files if old else {})
+    return Manifest(dict(options.model), options.parameters, options.shard_name, seed, fingerprint(scan), files=files)
 
 
 def _past(options: BatchOptions, out: Path) -> Past:

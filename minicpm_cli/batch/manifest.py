@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,11 @@ _REMEDY = "Use the old settings, give another OUT, start again with --overwrite,
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """`model`, `parameters` and `shard` must not change between runs; `input` may only grow.
+    """`model`, `files`, `parameters` and `shard` must not change between runs; `input` may only grow.
 
-    `input` holds bytes and sha256 of the input file; it is empty for a stream.
+    `input` holds bytes and sha256 of the input file; it is empty for a stream. `files` says which model the name stood
+    for; it is empty until one has been opened, and in manifests of programs that did not record it. What is not known
+    is not compared: such a run goes on, and the model it goes on with is recorded.
     """
 
     model: Mapping[str, Any]
@@ -32,6 +34,7 @@ class Manifest:
     input: Mapping[str, Any]
     version: str = __version__
     format: int = _FORMAT
+    files: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def input_bytes(self) -> int | None:
@@ -72,22 +75,41 @@ def fingerprint(scan: Scan | None) -> dict[str, Any]:
     return {} if scan is None else {"bytes": scan.size, "sha256": scan.sha256, "rows": scan.rows}
 
 
+def refuse_another_model(old: Manifest, new: Manifest, out: Path) -> None:
+    """The check that is left when a model has been opened. Raises UsageError."""
+    _refuse(list(_other_files(old, new)), out)
+
+
 def refuse_changes(old: Manifest, new: Manifest, scan: Scan | None, out: Path) -> None:
     """Raises UsageError that names everything that differs."""
-    changes = [*_differences(old, new), *_input_change(old, scan)]
+    _refuse([*_differences(old, new), *_input_change(old, scan)], out)
+
+
+def _refuse(changes: list[str], out: Path) -> None:
     if changes:
         raise UsageError(f"{out} was begun with other settings: {'; '.join(changes)}. {_REMEDY}")
 
 
 def _differences(old: Manifest, new: Manifest) -> Iterator[str]:
     for name in ("model", "parameters"):
-        before, after = getattr(old, name), getattr(new, name)
-        for key in sorted({*before, *after}):
-            if before.get(key) != after.get(key):
-                yield _changed(f"{name}.{key}", before.get(key), after.get(key))
+        yield from _changed_keys(name, getattr(old, name), getattr(new, name))
+    yield from _other_files(old, new)
     for name in ("shard", "seed"):
         if getattr(old, name) != getattr(new, name):
             yield _changed(name, getattr(old, name), getattr(new, name))
+
+
+def _other_files(old: Manifest, new: Manifest) -> Iterator[str]:
+    if old.files and new.files:
+        yield from _changed_keys("the model's files", old.files, new.files)
+
+
+def _changed_keys(name: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[str]:
+    for key in sorted({*before, *after}):
+        if before.get(key) != after.get(key):
+            yield _changed(
+                f"{name}.{key}" if name.isidentifier() else f"{name}: {key}", before.get(key), after.get(key)
+            )
 
 
 def _changed(name: str, before: Any, after: Any) -> str:

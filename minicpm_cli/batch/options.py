@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,14 +19,16 @@ from minicpm_cli.types import check_sampling
 class BatchOptions:
     """`input` and `output` are paths or '-'. `shard` (i, n) takes the lines whose number leaves the rest i (mod n).
 
-    `model` holds JSON values that identify the model and how it is loaded (name, revision, quantize, ...), known
-    before it is: a resume with other values is refused. `sampling` overrides the model's defaults. Without `progress`
-    nothing is written to stderr.
+    `model` holds JSON values that say which model is asked for and how it is loaded (name, quantize, ...); `identify`
+    tells which one the name stands for at the moment (commit, or files), empty while nothing is known because nothing
+    has been fetched. A resume with other values is refused. `sampling` overrides the model's defaults. Without
+    `progress` nothing is written to stderr.
     """
 
     input: str
     output: str
     model: Mapping[str, Any] = field(default_factory=dict)
+    identify: Callable[[], Mapping[str, Any]] = dict
     sampling: Mapping[str, Any] = field(default_factory=dict)
     seed: int | None = None
     system: str | None = None

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 
 from minicpm_cli.batch.files import write_json
-from minicpm_cli.batch.job import Job, open_job
+from minicpm_cli.batch.job import Job, open_job, record_model
 from minicpm_cli.batch.keys import HashSet, key_hash, row_seed
 from minicpm_cli.batch.lines import read_lines
 from minicpm_cli.batch.options import BatchOptions
@@ -107,6 +107,7 @@ class _Run:
         self, llm_factory: Callable[[], LanguageModel], first: Row | None, pending: Iterator[Row | None]
     ) -> None:
         with closing(llm_factory()) as llm:
+            record_model(self._job, self._options)
             self._model = llm.info.name
             self._begun = time.monotonic()
             self._progress.start()

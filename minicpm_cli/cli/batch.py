@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -19,7 +20,7 @@ _EXAMPLES = examples(
     """echo '{"prompt": "Name a river."}' | minicpm batch - -""",
 )
 # What decides the answers; a resume with other values is refused.
-_IDENTITY = ("model", "dtype", "ctx", "chat_template", "quantize", "head_bits", "kv_dtype", "lora")
+_ASKED_FOR = ("model", "dtype", "ctx", "chat_template", "quantize", "head_bits", "kv_dtype", "lora")
 
 
 def register(app: typer.Typer) -> None:
@@ -54,7 +55,8 @@ def batch(
     options = BatchOptions(
         input=source,
         output=target,
-        model=_identity(settings),
+        model=_asked_for(settings),
+        identify=lambda: _identity(settings),
         sampling=settings.sampling,
         system=system,
         raw=raw,
@@ -74,6 +76,15 @@ def batch(
     return done.exit_code
 
 
-def _identity(settings: Settings) -> dict[str, Any]:
+def _asked_for(settings: Settings) -> dict[str, Any]:
     loaded = asdict(settings.options)
-    return {name: loaded[name] for name in _IDENTITY}
+    return {name: loaded[name] for name in _ASKED_FOR}
+
+
+def _identity(settings: Settings) -> dict[str, Any]:
+    """Which model and template the names stand for now; nothing is fetched for it."""
+    from minicpm_cli.hub import identify
+    from minicpm_cli.hub.identity import written
+
+    model, template = identify(settings.options.model, settings), Path(settings.options.chat_template)
+    return model | {"chat_template": written(template)} if model and template.is_file() else model

@@ -5,15 +5,17 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from minicpm_cli.errors import ModelError, ModelNotFound, WeightsError
 from minicpm_cli.hub import cache, catalog, demo
 from minicpm_cli.hub.catalog import CATALOG, CatalogEntry
 from minicpm_cli.hub.contents import RepoName
 from minicpm_cli.hub.files import ModelFiles, Progress, check_path, sha256
+from minicpm_cli.hub.identity import identity
 from minicpm_cli.settings import Settings
 
-__all__ = ["CATALOG", "CatalogEntry", "Listed", "ModelFiles", "list_models", "pull", "resolve"]
+__all__ = ["CATALOG", "CatalogEntry", "Listed", "ModelFiles", "identify", "list_models", "pull", "resolve"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,18 @@ def pull(name: str, settings: Settings, progress: Progress | None = None) -> Mod
     return files
 
 
+def identify(name: str, settings: Settings) -> dict[str, Any]:
+    """Which model `name` stands for now, as JSON values; empty while that is not known because files are missing.
+
+    No network and no weights: a hub model is known by its commit, local files by their sizes and times.
+    """
+    try:
+        files = _present(name, settings)
+        return {} if files is None else identity(files, settings.cache_dir)
+    except (ModelError, OSError):
+        return {}  # opening the model says what is wrong
+
+
 def list_models(settings: Settings) -> list[Listed]:
     """The catalogue, and what of it is on this disk."""
     return [_listed(entry, settings) for entry in CATALOG]
@@ -56,8 +70,7 @@ def list_models(settings: Settings) -> list[Listed]:
 def _resolve(name: str, settings: Settings, report: Progress, *, refresh: bool) -> ModelFiles:
     path = Path(name).expanduser()
     entry = catalog.find(name)
-    # A folder that happens to be called "demo" is the demo only if it is a model.
-    if path.exists() and (entry is None or (path / "config.json").is_file()):
+    if _is_path(path, entry):
         return ModelFiles(name, check_path(path))
     if entry is not None and entry.repo is None:
         return ModelFiles(name, demo.fetch(settings.cache_dir, report))
@@ -67,6 +80,25 @@ def _resolve(name: str, settings: Settings, report: Progress, *, refresh: bool) 
     from minicpm_cli.hub import repo
 
     return replace(repo.fetch(repository, report, refresh=refresh), name=name)
+
+
+def _present(name: str, settings: Settings) -> ModelFiles | None:
+    """What `resolve` would give without fetching anything."""
+    path = Path(name).expanduser()
+    entry = catalog.find(name)
+    if _is_path(path, entry):
+        return ModelFiles(name, check_path(path))
+    if entry is not None and entry.repo is None:
+        found = demo.cached(settings.cache_dir)
+        return None if found is None else ModelFiles(name, found)
+    repository = RepoName.parse(name if entry is None else str(entry.repo))
+    folder = None if repository is None else cache.whole(repository)
+    return None if folder is None else ModelFiles(name, folder, folder.name)
+
+
+def _is_path(path: Path, entry: CatalogEntry | None) -> bool:
+    """A folder that happens to be called "demo" is the demo only if it is a model."""
+    return path.exists() and (entry is None or (path / "config.json").is_file())
 
 
 def _listed(entry: CatalogEntry, settings: Settings) -> Listed:

@@ -74,3 +74,22 @@ def test_batch_system_prompt_and_shard(cli) -> None:
     assert done.err == ""
     assert len(seen) == 2
     assert seen[0].messages[0].content == "Be brief"  # type: ignore[union-attr]
+
+
+def test_batch_notices_a_model_that_was_updated_in_its_folder(cli, tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n')
+    (tmp_path / "m").mkdir()
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        (tmp_path / "m" / name).write_text("{}")
+    (tmp_path / "t.jinja").write_text("{{ messages }}")
+    arguments = ("batch", str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl"), "-m", str(tmp_path / "m"))
+    arguments += ("--chat-template", str(tmp_path / "t.jinja"))
+    assert cli(*arguments).code == 0
+    again = cli(*arguments)
+    assert (again.code, again.opened) == (0, False)
+    for changed in (tmp_path / "m" / "model.safetensors", tmp_path / "t.jinja"):
+        changed.write_text("other")
+        refused = cli(*arguments)
+        assert (refused.code, refused.opened) == (2, False)
+        assert ("chat_template" if changed.suffix == ".jinja" else changed.name) in refused.err
+        assert cli(*arguments, "--force").code == 0
