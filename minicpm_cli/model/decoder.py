@@ -35,8 +35,13 @@ class Block:
         self.mlp = make_mlp(cfg, weights, f"{prefix}.mlp", ops)
 
     def __call__(self, h: Tensor, cos: Tensor, sin: Tensor, batch: ForwardBatch, cache: LayerCache) -> Tensor:  # [T, H]
+        return self.feed_forward(self.attend(h, cos, sin, batch, cache))
+
+    def attend(self, h: Tensor, cos: Tensor, sin: Tensor, batch: ForwardBatch, cache: LayerCache) -> Tensor:  # [T, H]
         normed = self.ops.rms_norm(h, self.attention_norm, self.eps)
-        h = torch.add(h, self.attention(normed, cos, sin, batch, cache), alpha=self.residual_scale)
+        return torch.add(h, self.attention(normed, cos, sin, batch, cache), alpha=self.residual_scale)
+
+    def feed_forward(self, h: Tensor) -> Tensor:  # [T, H]
         normed = self.ops.rms_norm(h, self.mlp_norm, self.eps)
         return torch.add(h, self.mlp(normed), alpha=self.residual_scale)
 
