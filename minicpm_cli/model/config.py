@@ -271,11 +271,15 @@ def _scaled_rope(raw: Mapping[str, Any], scaling: Mapping[str, Any], rope: RopeC
 
 
 def _notes(raw: Mapping[str, Any]) -> tuple[str, ...]:
+    """Our own words only: what the GGUF reader concludes is a tuple, which no JSON file can hold."""
+    gguf = raw.get("gguf_notes")
+    told = gguf if isinstance(gguf, tuple) else ()
     sparse = raw.get("sparse_config")
     if not isinstance(sparse, Mapping):
-        return ()
+        return told
     dense = sparse.get("dense_len", 8192)
     return (
+        *told,
         f"this model was trained with sparse attention; it runs dense here: exact up to {dense} tokens, "
         "and dense (not sparse) beyond",
     )

@@ -11,6 +11,7 @@ from typing import Any
 
 from minicpm_cli.errors import ConfigError, UnsupportedModel, WeightsError
 from minicpm_cli.model.gguf_header import GGUFHeader, GGUFTensor, Strings, read_header
+from minicpm_cli.model.gguf_lost import lost_keys
 
 __all__ = ["ARCHITECTURES", "GGUFHeader", "GGUFTensor", "Strings", "config_from_gguf", "read_header"]
 
@@ -37,7 +38,8 @@ def config_from_gguf(header: GGUFHeader) -> dict[str, Any]:
         config |= _mup(meta, config)
     if arch == "minicpm3":
         config |= _mla(meta, config)
-    return config | _experts(meta)
+    config |= _experts(meta)
+    return config | lost_keys(header, config)
 
 
 class _Metadata:
