@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from minicpm_cli.errors import ConfigError, FileError, ModelNotFound, WeightsError
+from minicpm_cli.errors import ConfigError, FileError, ModelError, ModelNotFound, WeightsError
 
 Progress = Callable[[str, int, int | None], None]  # (what, bytes done, bytes in all if known)
 
@@ -97,13 +97,16 @@ def shards(index: Path) -> list[str]:
     return sorted({str(name) for name in weight_map.values()})
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path, error: type[ModelError] = ConfigError, *, required: bool = True) -> dict[str, Any]:
+    """The JSON object in a file, {} when it is absent and not required. Raises `error`."""
+    if not required and not path.is_file():
+        return {}
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read as JSON: {error}") from None
+    except (OSError, ValueError, RecursionError) as cause:
+        raise error(f"{path} cannot be read as JSON: {cause}. Fetch it again.") from None
     if not isinstance(value, dict):
-        raise ConfigError(f"{path} holds {type(value).__name__}, not an object")
+        raise error(f"{path} holds {type(value).__name__}, not a JSON object. Fetch it again.")
     return value
 
 

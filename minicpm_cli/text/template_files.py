@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from minicpm_cli.errors import TemplateError
+from minicpm_cli.errors import TemplateError, TokenizerError
+from minicpm_cli.hub.files import read_json
 from minicpm_cli.model.gguf import read_header
-from minicpm_cli.text.vocabulary import read_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ def find_template(files: Path) -> TemplateSource | None:
     if jinja.is_file():
         return TemplateSource(_read(jinja), str(jinja))
     for name in ("tokenizer_config.json", "chat_template.json"):
-        found = _choose(read_json(files / name, required=False).get("chat_template"), files / name)
+        found = _choose(read_json(files / name, TokenizerError, required=False).get("chat_template"), files / name)
         if found is not None:
             return TemplateSource(found, str(files / name))
     return None

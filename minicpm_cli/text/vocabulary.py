@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from minicpm_cli.errors import TokenizerError
+from minicpm_cli.hub.files import read_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +27,10 @@ def vocabulary_from_folder(folder: Path) -> Vocabulary:
     """From tokenizer.json, else from tokenizer.model (sentencepiece). Raises TokenizerError."""
     from minicpm_cli.text.sentencepiece_model import tokenizer_from_sentencepiece
 
-    config = read_json(folder / "tokenizer_config.json", required=False)
-    special = read_json(folder / "special_tokens_map.json", required=False)
+    config = read_json(folder / "tokenizer_config.json", TokenizerError, required=False)
+    special = read_json(folder / "special_tokens_map.json", TokenizerError, required=False)
     if (folder / "tokenizer.json").is_file():
-        raw = read_json(folder / "tokenizer.json")
+        raw = read_json(folder / "tokenizer.json", TokenizerError)
         _check(raw, folder / "tokenizer.json")
     elif (folder / "tokenizer.model").is_file():
         raw = tokenizer_from_sentencepiece(folder / "tokenizer.model", legacy=config.get("legacy") is True)
@@ -52,19 +52,6 @@ def content(token: Any) -> str | None:
     if isinstance(token, Mapping):
         token = token.get("content")
     return token if isinstance(token, str) and token else None
-
-
-def read_json(path: Path, *, required: bool = True) -> dict[str, Any]:
-    """A JSON object from a file; {} when it is absent and not required. Raises TokenizerError."""
-    if not required and not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise TokenizerError(f"{path}: cannot be read ({error}). Download the file again.") from error
-    if not isinstance(value, dict):
-        raise TokenizerError(f"{path}: holds {type(value).__name__}, not a JSON object. Download the file again.")
-    return value
 
 
 def _check(raw: dict[str, Any], path: Path) -> None:
@@ -102,7 +89,7 @@ def _parts(processor: Any) -> list[dict[str, Any]]:
 
 def _added_tokens(folder: Path, config: Mapping[str, Any]) -> dict[int, tuple[str, bool]]:
     """Id to (text, special) of the tokens that a folder adds to its sentencepiece model."""
-    names = read_json(folder / "added_tokens.json", required=False)
+    names = read_json(folder / "added_tokens.json", TokenizerError, required=False)
     added = {int(ident): (text, False) for text, ident in names.items() if isinstance(ident, int)}
     for ident, token in (config.get("added_tokens_decoder") or {}).items():
         text = content(token)

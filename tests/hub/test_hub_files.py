@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from minicpm_cli.errors import ConfigError, ModelNotFound, WeightsError
+from minicpm_cli.errors import ConfigError, ModelNotFound, TokenizerError, WeightsError
 from minicpm_cli.hub import resolve
+from minicpm_cli.hub.files import read_json
 from minicpm_cli.settings import Settings
 
 
@@ -139,3 +140,15 @@ def test_a_folder_called_demo_does_not_hide_the_demo(
     assert resolve("demo", isolated).path == Path("the demo")
     whole(tmp_path / "demo")
     assert resolve("demo", isolated).path == Path("demo")
+
+
+@pytest.mark.parametrize("data", [b"{", b"", b"\xff{}", b"[" * 100_000, b"[]", b"null"])
+def test_json_that_is_no_object_raises_the_class_asked_for(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "x.json").write_bytes(data)
+    with pytest.raises(ConfigError, match=r"x\.json .*Fetch it again"):
+        read_json(tmp_path / "x.json")
+    with pytest.raises(TokenizerError, match=r"x\.json"):
+        read_json(tmp_path / "x.json", TokenizerError, required=False)
+    assert read_json(tmp_path / "absent.json", required=False) == {}
+    with pytest.raises(ConfigError, match=r"absent\.json"):
+        read_json(tmp_path / "absent.json")
