@@ -9,7 +9,7 @@ import typer
 
 from minicpm_cli.cli.options import OUTPUT, Flags, examples, takes
 from minicpm_cli.cli.runtime import Invocation
-from minicpm_cli.cli.tables import show_table
+from minicpm_cli.cli.tables import show_records
 from minicpm_cli.errors import UsageError
 
 _EXAMPLES = examples(
@@ -42,12 +42,11 @@ def config(
         raise UsageError(f"minicpm config shows the settings and minicpm config path the file; {what!r} is neither")
     if what == "path":
         terminal.out.write(f"{settings.config_path}\n")
-    elif as_json:
-        values = {row.name: {"value": _plain(row.value), "origin": row.origin} for row in settings.rows}
-        terminal.out.write(json.dumps(values, ensure_ascii=False, indent=2) + "\n")
-    else:
-        rows = [(row.name, _text(row.value), row.origin) for row in settings.rows]
-        show_table(terminal, ("setting", "value", "origin"), rows)
+        return
+    values = {row.name: {"value": _plain(row.value), "origin": row.origin} for row in settings.rows}
+    rows = [(row.name, _text(row.value), row.origin) for row in settings.rows]
+    show_records(terminal, values, ("setting", "value", "origin"), rows, as_json=as_json)
+    if not as_json:
         terminal.note(f"the config file is {settings.config_path}" + _absent(settings.config_path.exists()))
 
 

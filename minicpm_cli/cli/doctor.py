@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from typing import Annotated
 
@@ -10,7 +9,7 @@ import typer
 
 from minicpm_cli.cli.options import OUTPUT, Flags, examples, takes
 from minicpm_cli.cli.runtime import Invocation
-from minicpm_cli.cli.tables import show_table
+from minicpm_cli.cli.tables import show_records
 
 
 def register(app: typer.Typer) -> None:
@@ -29,8 +28,6 @@ def doctor(
 
     invocation: Invocation = context.obj
     checks = report(invocation.configure(flags))
-    if as_json:
-        invocation.terminal.out.write(json.dumps([asdict(check) for check in checks], indent=2) + "\n")
-        return
+    records = [asdict(check) for check in checks]
     rows = [(check.name, str(check.status), check.value, check.advice or "-") for check in checks]
-    show_table(invocation.terminal, ("what", "status", "value", "advice"), rows)
+    show_records(invocation.terminal, records, ("what", "status", "value", "advice"), rows, as_json=as_json)

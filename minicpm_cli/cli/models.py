@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -10,7 +9,7 @@ import typer
 from minicpm_cli.cli.options import OUTPUT, Flags, examples, takes
 from minicpm_cli.cli.progress import ProgressLine
 from minicpm_cli.cli.runtime import Invocation
-from minicpm_cli.cli.tables import show_table
+from minicpm_cli.cli.tables import show_records
 
 if TYPE_CHECKING:
     from minicpm_cli.hub import Listed
@@ -36,12 +35,10 @@ def models(
 
     invocation: Invocation = context.obj
     listed = list_models(invocation.configure(flags))
-    if as_json:
-        records = [_record(one) for one in listed]
-        invocation.terminal.out.write(json.dumps(records, ensure_ascii=False, indent=2) + "\n")
-        return
-    show_table(invocation.terminal, _HEADER, [_row(one) for one in listed])
-    invocation.terminal.note("-m also takes a folder, a .gguf file, or a hub repository id (owner/name[@revision])")
+    records, rows = map(_record, listed), map(_row, listed)
+    show_records(invocation.terminal, list(records), _HEADER, rows, as_json=as_json)
+    if not as_json:
+        invocation.terminal.note("-m also takes a folder, a .gguf file, or a hub repository id (owner/name[@revision])")
 
 
 @takes(OUTPUT)

@@ -2,9 +2,26 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from minicpm_cli.chat.terminal import Terminal
+
+
+def show_records(
+    terminal: Terminal,
+    records: Any,  # what --json prints, for programs
+    header: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    as_json: bool,
+) -> None:
+    """The answer of a command that lists things: as JSON where that was asked for, else as a table."""
+    if as_json:
+        terminal.out.write(json.dumps(records, ensure_ascii=False, indent=2) + "\n")
+    else:
+        show_table(terminal, header, rows)
 
 
 def show_table(terminal: Terminal, header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
