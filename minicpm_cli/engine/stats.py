@@ -1,9 +1,8 @@
-"""What the engine has done so far, in numbers for /stats, --json and a batch's summary."""
+"""What the engine has done so far, in numbers."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from minicpm_cli.types import Timings, Usage
 
@@ -61,10 +60,3 @@ class Stats:
             self.first_token_seconds += timings.first_token_seconds
             self.decode_tokens += usage.completion_tokens - 1
             self.decode_seconds += timings.total_seconds - timings.first_token_seconds
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self) | {
-            "cache_hit_rate": self.cache_hit_rate,
-            "mean_first_token_seconds": self.mean_first_token_seconds,
-            "mean_seconds_per_token": self.mean_seconds_per_token,
-        }

@@ -472,7 +472,7 @@ def test_stats_count() -> None:
     assert (stats.prompt_tokens, stats.cached_tokens, stats.generated_tokens) == (27, 8, 36)
     assert stats.pages_total == 199
     assert stats.peak_pages_held >= 5
-    assert stats.as_dict()["cache_hit_rate"] == pytest.approx(8 / 27)
+    assert stats.cache_hit_rate == pytest.approx(8 / 27)
     assert stats.decode_tokens == 33
     assert stats.mean_first_token_seconds > 0
 
