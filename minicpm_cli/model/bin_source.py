@@ -52,6 +52,13 @@ class BinSource:
             raise WeightsError(f"{file}: tensor {name} is {tensor.dtype} ({tensor.layout}), expected dense floats")
         return tensor
 
+    def raw(self, name: str) -> Tensor:
+        self._ledger.use(name)
+        return self._load(self._files[name])[name]
+
+    def file(self, name: str) -> Path:
+        return self._files.get(name, self._ledger.where)
+
     def ignore(self, name: str) -> None:
         self._ledger.ignore(name)
 

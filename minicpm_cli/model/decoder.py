@@ -15,12 +15,13 @@ from minicpm_cli.model.config import ModelConfig
 from minicpm_cli.model.kv import KVCache, LayerCache
 from minicpm_cli.model.mlp import make_mlp
 from minicpm_cli.model.rope import Rotary
+from minicpm_cli.model.shapes import EMBED, HEAD
 from minicpm_cli.model.weights import Weights
 from quant.embedding import Embedding
 from quant.linear import Linear
-from quant.pack import GroupInt
+from quant.pack import Packed
 
-EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+SAMPLED_ROWS = 1024  # of a vocabulary: enough to tell a rounded copy from another matrix
 
 
 class Block:
@@ -105,7 +106,7 @@ def _embed_and_head(cfg: ModelConfig, weights: Weights) -> tuple[Embedding, Line
     own = source.take(HEAD, shape)
     if cfg.tie and _same(embed, own):
         return embed, weights.head(embed.table, shared=True)
-    if cfg.tie and cfg.tie_explicit:
+    if cfg.tie and cfg.tie_explicit and not _rounded_copy(embed, own, weights.device):
         raise WeightsError(
             f"config.json says that {HEAD} is tied to {EMBED} (tie_word_embeddings true), but the files hold both and "
             "they differ: correct config.json or remove the wrong tensor"
@@ -113,6 +114,17 @@ def _embed_and_head(cfg: ModelConfig, weights: Weights) -> tuple[Embedding, Line
     return embed, weights.head(own, shared=False)
 
 
-def _same(embed: Embedding, head: Tensor | GroupInt) -> bool:
-    mine, theirs = (t.dequantize() if isinstance(t, GroupInt) else t for t in (embed.table, head))
+def _same(embed: Embedding, head: Tensor | Packed) -> bool:
+    if isinstance(embed.table, Tensor) and not isinstance(head, Tensor):
+        return False
+    mine, theirs = (t if isinstance(t, Tensor) else t.dequantize() for t in (embed.table, head))
     return torch.equal(mine.cpu(), theirs.to(mine.dtype).cpu())
+
+
+def _rounded_copy(embed: Embedding, head: Tensor | Packed, device: torch.device) -> bool:
+    """Whether a packed head holds the embedding's values: quantizers that untie the two may not say so."""
+    if isinstance(head, Tensor):
+        return False
+    rows = torch.arange(0, head.shape[0], max(1, head.shape[0] // SAMPLED_ROWS))
+    mine, theirs = embed(rows.to(device)).float().cpu(), head.dequantize()[rows].float()
+    return bool((mine - theirs).norm() <= 0.25 * mine.norm())  # 4 bits are 0.1 away, another matrix more than 1

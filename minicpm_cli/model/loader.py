@@ -10,6 +10,8 @@ import torch
 from minicpm_cli.kernels.ops import ops_for
 from minicpm_cli.model.config import ModelConfig
 from minicpm_cli.model.decoder import Decoder
+from minicpm_cli.model.load_scheme import AS_STORED, LoadScheme
+from minicpm_cli.model.quantizing_source import QuantizingSource
 from minicpm_cli.model.source import TensorSource, open_source
 from minicpm_cli.model.weights import Weights
 
@@ -23,12 +25,17 @@ def load_model(
     device: torch.device,
     dtype: torch.dtype,
     on_progress: Callable[[int, int], None] | None = None,
+    *,
+    scheme: LoadScheme = AS_STORED,
+    gptq_format: str | None = None,
 ) -> Decoder:
     """Loads the checkpoint in `path` (a folder or a .gguf file); `on_progress` hears (layers done, layers).
 
-    Raises WeightsError for any tensor that is missing, left over, or of the wrong shape or type.
+    `scheme` quantizes on the way; `gptq_format` (v1, v2) is for GPTQ files that do not say theirs. Raises WeightsError
+    for any tensor that is missing, left over, or of the wrong shape or type.
     """
-    return build_decoder(open_source(path, cfg), cfg, device, dtype, on_progress)
+    source = open_source(path, cfg, gptq_format)
+    return build_decoder(source, cfg, device, dtype, on_progress, scheme=scheme)
 
 
 def build_decoder(
@@ -37,12 +44,16 @@ def build_decoder(
     device: torch.device,
     dtype: torch.dtype,
     on_progress: Callable[[int, int], None] | None = None,
+    *,
+    scheme: LoadScheme = AS_STORED,
 ) -> Decoder:
-    """A decoder from any source of tensors."""
+    """A decoder from any source of tensors, its matrices quantized by `scheme` as they come."""
     for name in sorted(source.names()):
         if name.endswith(DERIVED):
             source.ignore(name)
+    if scheme.linear:
+        source = QuantizingSource(source, scheme, device)
     with torch.inference_mode():
-        decoder = Decoder(cfg, Weights(source, device, dtype), ops_for(device), on_progress)
+        decoder = Decoder(cfg, Weights(source, device, dtype, scheme), ops_for(device), on_progress)
     source.finish()
     return decoder

@@ -63,8 +63,15 @@ class SafetensorsSource:
         self._ledger.check_shape(entry.file, name, entry.shape, shape)
         if entry.dtype not in FLOATS:
             raise WeightsError(f"{entry.file}: tensor {name} is {entry.dtype}, expected one of {', '.join(FLOATS)}")
-        tensor: Tensor = self._handle(entry.file).get_tensor(name)
+        return self.raw(name)
+
+    def raw(self, name: str) -> Tensor:
+        self._ledger.use(name)
+        tensor: Tensor = self._handle(self._entries[name].file).get_tensor(name)
         return tensor
+
+    def file(self, name: str) -> Path:
+        return self._entries[name].file if name in self._entries else self._ledger.where
 
     def ignore(self, name: str) -> None:
         self._ledger.ignore(name)

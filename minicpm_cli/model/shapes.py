@@ -17,6 +17,11 @@ def is_linear(name: str) -> bool:
     )
 
 
+def is_absorbed(name: str) -> bool:
+    """Whether the decoder multiplies `name` out when it is loaded (MLA's kv_b), so that it is plain in memory."""
+    return name.endswith(".kv_b_proj.weight")
+
+
 def tensor_shapes(cfg: ModelConfig) -> dict[str, Shape]:
     """Every tensor of a checkpoint of `cfg`, by its Hugging Face name."""
     h = cfg.hidden_size

@@ -14,7 +14,7 @@ from minicpm_cli.errors import WeightsError
 from minicpm_cli.model.bin_source import BinSource
 from minicpm_cli.model.config import ModelConfig
 from minicpm_cli.model.gguf_source import GGUFSource
-from minicpm_cli.model.quantized import refuse_quantized
+from minicpm_cli.model.quantized import open_quantized
 from minicpm_cli.model.safetensors_source import SafetensorsSource
 from minicpm_cli.model.shards import bin_files, safetensors_files
 from quant.pack import Packed
@@ -46,27 +46,25 @@ class TensorSource(Protocol):
         """Closes the files; raises WeightsError listing the tensors that nobody asked for."""
 
 
-def open_source(path: Path, cfg: ModelConfig) -> TensorSource:
+def open_source(path: Path, cfg: ModelConfig, gptq_format: str | None = None) -> TensorSource:
     """Opens a checkpoint folder (safetensors before .bin before .gguf) or a .gguf file and checks its headers.
 
-    Raises WeightsError for damaged or missing files, UnsupportedModel for quantized checkpoints.
+    `gptq_format` (v1, v2) says how GPTQ's zero points are stored where the checkpoint does not. Raises WeightsError for
+    damaged or missing files, UnsupportedModel for packings that are not read.
     """
     if path.is_file():
         if path.suffix.lower() != ".gguf":
             raise WeightsError(f"{path} is not a model folder or .gguf file; give the folder that holds config.json")
         return GGUFSource(path, cfg)
-    return _open_folder(path, cfg)
+    return _open_folder(path, cfg, gptq_format)
 
 
-def _open_folder(folder: Path, cfg: ModelConfig) -> TensorSource:
+def _open_folder(folder: Path, cfg: ModelConfig, gptq_format: str | None) -> TensorSource:
     if tensors := safetensors_files(folder):
-        source: TensorSource = SafetensorsSource(tensors, cfg)
-    elif pickled := bin_files(folder):
-        source = BinSource(pickled, cfg)
-    else:
-        return GGUFSource(_only_gguf(folder), cfg)
-    refuse_quantized(folder, source.names())
-    return source
+        return open_quantized(SafetensorsSource(tensors, cfg), folder, gptq_format)
+    if pickled := bin_files(folder):
+        return open_quantized(BinSource(pickled, cfg), folder, gptq_format)
+    return GGUFSource(_only_gguf(folder), cfg)
 
 
 def _only_gguf(folder: Path) -> Path:

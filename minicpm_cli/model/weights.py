@@ -7,10 +7,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from minicpm_cli.model.load_scheme import AS_STORED, LoadScheme
+from minicpm_cli.model.quantizing_source import rounded
+from minicpm_cli.model.shapes import HEAD
 from minicpm_cli.model.source import TensorSource
 from quant.embedding import Embedding
 from quant.linear import Dense, Linear, make_linear
-from quant.pack import GroupInt
+from quant.pack import Packed
 
 
 @dataclass(slots=True)
@@ -20,6 +23,7 @@ class Weights:
     source: TensorSource
     device: torch.device
     dtype: torch.dtype
+    scheme: LoadScheme = AS_STORED
     nbytes: int = field(default=0)
 
     def linear(self, *wanted: tuple[str, int, int]) -> Linear:
@@ -28,8 +32,14 @@ class Weights:
         self.nbytes += layer.nbytes
         return layer
 
-    def head(self, stored: Tensor | GroupInt, *, shared: bool) -> Linear:
-        """The output head from its own weights, or from an embedding's table, whose memory it then shares."""
+    def head(self, stored: Tensor | Packed, *, shared: bool) -> Linear:
+        """The output head from its own weights, or from an embedding's table, whose memory it then shares.
+
+        Where the scheme packs the head, it becomes a matrix of its own; one that came packed stays as it is.
+        """
+        scheme = self.scheme.matrix(HEAD, stored.shape[1])
+        if scheme and isinstance(stored, Tensor):
+            stored, shared = rounded(HEAD, stored.to(self.device), scheme), False
         if shared and isinstance(stored, Tensor):
             return Dense(stored)
         layer = make_linear([stored], self.device, self.dtype)
@@ -43,13 +53,13 @@ class Weights:
         """Plain weights, unpacked if they are stored packed."""
         return self._placed(self.source.take(name, (rows, columns)))
 
-    def embedding(self, table: Tensor | GroupInt) -> Embedding:
+    def embedding(self, table: Tensor | Packed) -> Embedding:
         layer = Embedding(table, self.device, self.dtype)
         self.nbytes += layer.nbytes
         return layer
 
-    def _placed(self, stored: Tensor | GroupInt) -> Tensor:
-        plain = stored.dequantize() if isinstance(stored, GroupInt) else stored
+    def _placed(self, stored: Tensor | Packed) -> Tensor:
+        plain = stored if isinstance(stored, Tensor) else stored.dequantize()
         placed = plain.to(self.device, self.dtype, copy=True)
         self.nbytes += placed.numel() * placed.element_size()
         return placed

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from checkpoints import FAMILIES, checkpoint_config, is_tied, state_dict, write_checkpoint, write_weights
-from minicpm_cli.errors import UnsupportedModel, WeightsError
+from minicpm_cli.errors import WeightsError
 from minicpm_cli.model.config import ModelConfig
 from minicpm_cli.model.source import open_source
 
@@ -406,29 +406,3 @@ def test_one_bin_shard_at_a_time(tmp_path: Path, cfg: ModelConfig, monkeypatch: 
     for name in json.loads((tmp_path / "pytorch_model.bin.index.json").read_text())["weight_map"]:
         source.take(name, source.shape(name))
     assert [n[-17:-13] for n in loads] == ["0001", "0002", "0003"]
-
-
-# ---- quantized checkpoints
-
-
-@pytest.mark.parametrize(
-    ("name", "scheme"),
-    [("q_proj.qweight", "gptq"), ("q_proj.weight.absmax", "bitsandbytes"), ("q_proj.weight_packed", "compressed")],
-)
-def test_quantized_files_are_named(tmp_path: Path, cfg: ModelConfig, name: str, scheme: str) -> None:
-    save_file({f"model.layers.0.self_attn.{name}": torch.zeros(4, dtype=torch.int32)}, tmp_path / "model.safetensors")
-    with pytest.raises(UnsupportedModel, match=scheme):
-        open_source(tmp_path, cfg)
-    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "mine", "bits": 4}}))
-    with pytest.raises(UnsupportedModel, match="mine, 4 bits"):
-        open_source(tmp_path, cfg)
-
-
-@pytest.mark.parametrize("fmt", ["safetensors", "bin"])
-def test_config_says_quantized_but_the_files_are_not(tmp_path: Path, cfg: ModelConfig, fmt: str) -> None:
-    folder = folder_of(tmp_path, fmt)
-    raw = json.loads((folder / "config.json").read_text())
-    raw["quantization_config"] = {"quant_method": "gptq", "bits": 4}
-    (folder / "config.json").write_text(json.dumps(raw))
-    with pytest.raises(WeightsError, match=r"quantized \(gptq, 4 bits\), but the files hold plain tensors"):
-        open_source(folder, cfg)

@@ -1,0 +1,230 @@
+"""What a checkpoint says of how its weights are packed: `quantization_config`, or a quantizer's own file beside it.
+
+Only what runs here gets through; anything else is refused by name before a weight is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal
+
+from minicpm_cli.errors import ConfigError, UnsupportedModel
+from minicpm_cli.hub.files import read_json
+from quant.errors import SchemeError
+from quant.scheme import ROW, Scheme
+
+Method = Literal["gptq", "awq", "bitsandbytes", "compressed-tensors", "fp8"]
+Version = Literal["gptq", "gptq_v2"]
+SUPPORTED = (
+    "gptq and awq (4 or 8 bits, gemm), bitsandbytes (nf4, int8), compressed-tensors (pack-quantized, float-quantized)"
+)
+# Files that old quantizers write beside a config.json that says nothing, and the method that each means.
+BESIDE: Mapping[str, Method] = MappingProxyType({"quantize_config.json": "gptq", "quant_config.json": "awq"})
+
+
+@dataclass(frozen=True, slots=True)
+class QuantConfig:
+    """How the linear layers of a checkpoint are packed; those that the files hold plain are simply plain.
+
+    `version`: how GPTQ's files store zero points, None where nothing says it. `head`: whether the head is packed too.
+    """
+
+    origin: Path
+    method: Method
+    scheme: Scheme
+    version: Version | None = None
+    head: bool = False
+
+    @classmethod
+    def read(cls, folder: Path) -> QuantConfig | None:
+        """None for a plain checkpoint. Raises UnsupportedModel or ConfigError."""
+        for origin, raw in _sections(folder):
+            entry = _Entry(origin, raw)
+            method = entry.text("quant_method", BESIDE.get(origin.name, "")).lower()
+            if method not in _READERS:
+                what = f"quantization method {method!r}" if method else "a quantization method without a name"
+                raise entry.unsupported(what, f"read are {SUPPORTED}")
+            return _READERS[method](entry)
+        return None
+
+    @property
+    def name(self) -> str:
+        """For people: "gptq w4 g128 sym"."""
+        return self.method if self.method == self.scheme.kind else f"{self.method} {self.scheme.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """Typed look-ups in the JSON object; messages name the file."""
+
+    origin: Path
+    raw: Mapping[str, Any]
+
+    def whole(self, *keys: str, default: int | None = None) -> int:
+        key = next((k for k in keys if k in self.raw), keys[0])
+        value = self.raw.get(key, default)
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise self.wrong(key, "a whole number")
+        return value
+
+    def yes(self, key: str, default: bool) -> bool:
+        value = self.raw.get(key)
+        if value is not None and not isinstance(value, bool):
+            raise self.wrong(key, "true or false")
+        return default if value is None else value
+
+    def text(self, key: str, default: str) -> str:
+        value = self.raw.get(key)
+        if value is not None and not isinstance(value, str):
+            raise self.wrong(key, "a string")
+        return value or default
+
+    def section(self, value: Any, what: str) -> _Entry:
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{self.origin}: {what} of the quantization is {value!r}; it must be an object")
+        return _Entry(self.origin, value)
+
+    def scheme(self, bits: int, group: int, **more: bool) -> Scheme:
+        try:
+            return Scheme("int", bits, group if group > 0 else ROW, **more)
+        except SchemeError as error:
+            raise UnsupportedModel(f"{self.origin}: the quantization cannot be read here. {error}") from None
+
+    def wrong(self, key: str, want: str) -> ConfigError:
+        what = f"is {self.raw[key]!r}" if key in self.raw else "is missing"
+        return ConfigError(f"{self.origin}: {key} of the quantization {what}; it must be {want}")
+
+    def unsupported(self, what: str, way_out: str) -> UnsupportedModel:
+        return UnsupportedModel(f"{self.origin}: {what} is not supported; {way_out}")
+
+
+def _sections(folder: Path) -> list[tuple[Path, Mapping[str, Any]]]:
+    """The first place that speaks of quantization, as a list of one."""
+    for name in ("config.json", *BESIDE):
+        file = folder / name
+        raw = read_json(file, required=False)
+        section = (raw.get("quantization_config") or raw.get("compression_config")) if name == "config.json" else raw
+        if section:
+            return [(file, _Entry(file, raw).section(section, "quantization_config").raw)]
+    return []
+
+
+def _gptq(entry: _Entry) -> QuantConfig:
+    way_out = "use a checkpoint in the format gptq or gptq_v2, or quantize the original with minicpm quantize"
+    stored = entry.text("checkpoint_format", entry.text("format", "")).lower()
+    if entry.raw.get("is_marlin_format") or "marlin" in stored:
+        raise entry.unsupported("marlin, a layout for one GPU kernel,", way_out)
+    if stored not in ("", "gptq", "gptq_v2"):
+        raise entry.unsupported(f"checkpoint_format {stored!r}", way_out)
+    if entry.raw.get("dynamic"):
+        raise entry.unsupported("dynamic (other settings for some layers)", way_out)
+    if entry.text("pack_dtype", "int32") != "int32":
+        raise entry.unsupported(f"pack_dtype {entry.raw['pack_dtype']!r}", way_out)
+    scheme = entry.scheme(
+        entry.whole("bits"),
+        entry.whole("group_size", default=ROW),
+        symmetric=entry.yes("sym", True),
+        act_order=entry.yes("desc_act", False),
+    )
+    version: Version | None = "gptq_v2" if stored == "gptq_v2" else "gptq" if stored == "gptq" else None
+    return QuantConfig(entry.origin, "gptq", scheme, version, head=entry.yes("lm_head", False))
+
+
+def _awq(entry: _Entry) -> QuantConfig:
+    way_out = "use a checkpoint in AutoAWQ's gemm format with zero points, or a GPTQ one"
+    version = entry.text("version", "gemm").lower()
+    if version != "gemm":
+        raise entry.unsupported(f"AWQ version {version!r}", way_out)
+    if not entry.yes("zero_point", True):
+        raise entry.unsupported("AWQ without zero points", way_out)
+    bits = entry.whole("bits", "w_bit")
+    if bits != 4:
+        raise entry.unsupported(f"AWQ with {bits} bits", way_out)
+    return QuantConfig(
+        entry.origin, "awq", entry.scheme(bits, entry.whole("group_size", "q_group_size"), symmetric=False)
+    )
+
+
+def _bitsandbytes(entry: _Entry) -> QuantConfig:
+    if entry.yes("load_in_8bit", False):
+        return QuantConfig(entry.origin, "bitsandbytes", Scheme("int8"))
+    if not entry.yes("load_in_4bit", False):
+        raise ConfigError(f"{entry.origin}: bitsandbytes, but neither load_in_4bit nor load_in_8bit is true")
+    kind = entry.text("bnb_4bit_quant_type", "fp4").lower()
+    if kind != "nf4":
+        raise entry.unsupported(f"bnb_4bit_quant_type {kind!r}", "use nf4, or the original with --quantize nf4")
+    return QuantConfig(entry.origin, "bitsandbytes", Scheme("nf4"))
+
+
+def _compressed(entry: _Entry) -> QuantConfig:
+    groups = entry.section(entry.raw.get("config_groups"), "config_groups").raw
+    if len(groups) != 1:
+        raise entry.unsupported(f"compressed-tensors with {len(groups)} config_groups", "use one with a single group")
+    (group,) = (entry.section(g, "config_groups") for g in groups.values())
+    weights = entry.section(group.raw.get("weights"), "weights")
+    stored = group.text("format", entry.text("format", "")).lower()
+    _refuse_compressed_extras(entry)
+    if stored == "pack-quantized" and weights.text("type", "int") == "int":
+        return QuantConfig(entry.origin, "compressed-tensors", _compressed_int(weights, group))
+    if stored == "float-quantized" and weights.text("type", "float") == "float" and weights.whole("num_bits") == 8:
+        return QuantConfig(entry.origin, "compressed-tensors", _compressed_fp8(weights, group))
+    raise entry.unsupported(
+        f"compressed-tensors format {stored or 'without a name'!r}", "read are pack-quantized and float-quantized (fp8)"
+    )
+
+
+def _refuse_compressed_extras(entry: _Entry) -> None:
+    if entry.raw.get("kv_cache_scheme"):
+        raise entry.unsupported("a quantized KV cache inside the checkpoint", "use one without kv_cache_scheme")
+    sparsity = entry.raw.get("sparsity_config") or {}
+    kind = entry.section(sparsity, "sparsity_config").text("format", "dense")
+    if kind != "dense":
+        raise entry.unsupported(f"sparsity {kind!r}", "use one without sparsity_config")
+    status = entry.text("quantization_status", "compressed")
+    if status != "compressed":
+        raise entry.unsupported(f"quantization_status {status!r}", "use one that was saved compressed")
+
+
+def _compressed_int(weights: _Entry, group: _Entry) -> Scheme:
+    if group.raw.get("input_activations"):
+        raise group.unsupported("int weights with quantized activations", "use weight-only ones (W4A16 or W8A16)")
+    strategy = weights.text("strategy", "channel")
+    if strategy not in ("group", "channel"):
+        raise weights.unsupported(f"strategy {strategy!r} of compressed weights", "use group or channel")
+    size = weights.whole("group_size") if strategy == "group" else ROW
+    ordered = weights.raw.get("actorder") in ("group", "dynamic", True)
+    symmetric = weights.yes("symmetric", True)
+    return weights.scheme(weights.whole("num_bits"), size, symmetric=symmetric, act_order=ordered)
+
+
+def _compressed_fp8(weights: _Entry, group: _Entry) -> Scheme:
+    strategy = weights.text("strategy", "tensor")
+    if strategy not in ("channel", "tensor"):
+        raise weights.unsupported(f"strategy {strategy!r} of fp8 weights", "use channel or tensor")
+    inputs = group.raw.get("input_activations")
+    if inputs and not group.section(inputs, "input_activations").yes("dynamic", False):
+        raise group.unsupported("fp8 with fixed scales of activations", "use one whose input_activations are dynamic")
+    return Scheme("fp8")
+
+
+def _fp8(entry: _Entry) -> QuantConfig:
+    way_out = "use compressed-tensors fp8, or the original with --quantize fp8"
+    if entry.raw.get("weight_block_size"):
+        raise entry.unsupported("fp8 in blocks (weight_block_size)", way_out)
+    if entry.text("activation_scheme", "dynamic") != "dynamic":
+        raise entry.unsupported(f"fp8 with activation_scheme {entry.raw['activation_scheme']!r}", way_out)
+    return QuantConfig(entry.origin, "fp8", Scheme("fp8"))
+
+
+_READERS: Mapping[str, Callable[[_Entry], QuantConfig]] = MappingProxyType(
+    {
+        "gptq": _gptq,
+        "awq": _awq,
+        "bitsandbytes": _bitsandbytes,
+        "compressed-tensors": _compressed,
+        "fp8": _fp8,
+    }
+)
