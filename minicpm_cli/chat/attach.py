@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -21,10 +22,15 @@ def decode(data: bytes, name: str) -> str:
         ) from None
 
 
+def path_of(text: str | Path) -> Path:
+    """The path that a user gave; ~NAME of a user that does not exist stays as it is."""
+    return Path(os.path.expanduser(text))
+
+
 def read_text(path: Path) -> str:
     """The text of a file. Raises FileError when it cannot be read."""
     try:
-        return decode(path.expanduser().read_bytes(), str(path))
+        return decode(path_of(path).read_bytes(), str(path))
     except OSError as error:
         raise FileError(f"cannot read {path}: {error.strerror or error}. Check the name and its permissions.") from None
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from minicpm_cli.chat.attach import quoted
 from minicpm_cli.chat.conversation import Conversation, Messages, fit
 from minicpm_cli.chat.interrupts import Interrupts
+from minicpm_cli.chat.keyboard import unechoed
 from minicpm_cli.chat.reply import Reply
 from minicpm_cli.chat.sessions import Sessions
 from minicpm_cli.chat.terminal import Terminal
@@ -49,15 +50,19 @@ class Chat:
         """Asks `text`, with the attached files before it. Raises ContextOverflow with the conversation unchanged."""
         parts = [quoted(name, body) for name, body in self.attached]
         question = Message("user", "\n\n".join([*parts, text] if text else parts))
-        messages = self._fitting((*self.conversation.messages, question))
-        self.attached.clear()
+        before = self.conversation.messages
+        messages = self._fitting((*before, question))
         self.conversation.add(question)
-        self._answer(messages, withdraw=True)
+        try:
+            self._answer(messages, withdraw=True)
+        finally:
+            if self.conversation.messages != before:  # else it was taken back, and its files wait on
+                self.attached.clear()
 
     def retry(self) -> None:
-        """Answers the last question anew."""
-        if self.conversation.take_answer():
-            self._answer(self._fitting(self.conversation.messages), withdraw=False)
+        """Answers the last question anew; the old answer goes when a new one has begun."""
+        if self.conversation.questions:
+            self._answer(self._fitting(self.conversation.asked), withdraw=False)
         else:
             self.terminal.note("there is no question to answer again")
 
@@ -89,23 +94,30 @@ class Chat:
         self._dropped = dropped
 
     def _answer(self, messages: Messages, *, withdraw: bool) -> None:
+        """Shows and keeps the reply; with `withdraw` the question goes when nothing comes of it."""
         reply = Reply()
-        try:
-            self.stopped = not self._stream(messages, reply)
-        except BaseException:
-            self._keep(reply, partial=True, withdraw=withdraw)
-            raise
-        self._keep(reply, partial=self.stopped, withdraw=withdraw)
+        with Interrupts() as interrupts:
+            try:
+                self.stopped = not self._stream(messages, reply, interrupts)
+            except BaseException:
+                interrupts.keeping = True
+                self._keep(reply, partial=True, withdraw=withdraw)
+                raise
+            interrupts.keeping = True
+            self._keep(reply, partial=self.stopped, withdraw=withdraw)
+        self._report(reply, withdrawn=withdraw)
+
+    def _report(self, reply: Reply, *, withdrawn: bool) -> None:
         if self.stopped:
-            self.terminal.note(_stopped(reply, withdrawn=withdraw))
+            self.terminal.note(_stopped(reply, withdrawn=withdrawn))
         if reply.cut:
             self.terminal.note("the reply was cut at the limit of tokens: /set max_tokens N, or say: go on")
         self.terminal.detail(reply.summary())
 
-    def _stream(self, messages: Messages, reply: Reply) -> bool:
+    def _stream(self, messages: Messages, reply: Reply, interrupts: Interrupts) -> bool:
         """Shows the reply; False when Ctrl-C stopped it."""
         view = view_for(self.terminal)
-        with Interrupts() as interrupts, closing(self.llm.stream([self.request(messages)])) as events:
+        with unechoed(), closing(self.llm.stream([self.request(messages)])) as events:
             try:
                 for event in reply.follow(events):
                     interrupts.begun = True
@@ -123,6 +135,7 @@ class Chat:
         if reply.usage:
             self.total = _sum(self.total, reply.usage)
         if not reply.empty or not partial:
+            self.conversation.take_answer()
             self.conversation.add(reply.message, partial=partial)
         elif withdraw:
             self.conversation.undo()
@@ -131,7 +144,7 @@ class Chat:
 def _stopped(reply: Reply, *, withdrawn: bool) -> str:
     if not reply.empty:
         return "stopped; what came is kept as a partial reply (/retry, /undo)"
-    return "stopped before the first word" + ("; the question is taken back" if withdrawn else "")
+    return "stopped before the first word; " + ("the question is taken back" if withdrawn else "nothing is changed")
 
 
 def _sum(total: Usage, usage: Usage) -> Usage:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from minicpm_cli.chat.attach import read_text
+from minicpm_cli.chat.attach import path_of, read_text
 from minicpm_cli.chat.chat import Chat
 from minicpm_cli.chat.sessions import SUFFIX, Transcript
 from minicpm_cli.errors import UsageError
@@ -104,9 +104,8 @@ def _reset(chat: Chat, argument: str) -> None:
 
 
 def _save(chat: Chat, argument: str) -> None:
-    path = (
-        Path(argument).expanduser() if "/" in argument or "." in argument else chat.sessions.path(argument or chat.name)
-    )
+    is_file = "/" in argument or "." in argument
+    path = path_of(argument) if is_file else chat.sessions.path(argument or chat.name)
     Transcript(path).rewrite(chat.conversation.turns)
     chat.terminal.line(f"saved {len(chat.conversation.turns)} messages to {path}")
 
@@ -114,7 +113,7 @@ def _save(chat: Chat, argument: str) -> None:
 def _load(chat: Chat, argument: str) -> None:
     if not argument:
         raise UsageError("/load needs a session's name (see /sessions) or a file")
-    path = Path(argument).expanduser()
+    path = path_of(argument)
     path = path if path.is_file() else chat.sessions.path(argument.removesuffix(SUFFIX))
     chat.conversation.replace(Transcript(path).read())
     chat.terminal.line(f"loaded {len(chat.conversation.turns)} messages from {path}")

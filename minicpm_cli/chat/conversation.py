@@ -47,6 +47,12 @@ class Conversation:
     def questions(self) -> int:
         return sum(turn.message.role == "user" for turn in self.turns)
 
+    @property
+    def asked(self) -> Messages:
+        """The messages up to the last question."""
+        messages = self.messages
+        return messages[: max((i + 1 for i, m in enumerate(messages) if m.role == "user"), default=0)]
+
     def add(self, message: Message, *, partial: bool = False) -> None:
         turn = Turn(message, partial)
         self.turns.append(turn)

@@ -31,7 +31,11 @@ class Transcript:
     def rewrite(self, turns: Sequence[Turn]) -> None:
         temporary = self.path.with_suffix(f".{os.getpid()}.tmp")
         self._write(temporary, os.O_TRUNC, turns)
-        os.replace(temporary, self.path)
+        try:
+            os.replace(temporary, self.path)
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            raise self._unwritable(error) from None
 
     def read(self) -> list[Turn]:
         """The turns; a last line that was torn by a crash is left out. Raises FileError for any other bad line."""
@@ -55,7 +59,10 @@ class Transcript:
             with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | mode, 0o600), "wb") as file:
                 file.write(text.encode("utf-8", "surrogatepass"))
         except OSError as error:
-            raise FileError(f"cannot write the session {path}: {error.strerror or error}") from None
+            raise self._unwritable(error) from None
+
+    def _unwritable(self, error: OSError) -> FileError:
+        return FileError(f"cannot write the session {self.path}: {error.strerror or error}. Check its folder.")
 
     def _parses(self, line: bytes) -> bool:
         try:

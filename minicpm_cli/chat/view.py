@@ -1,20 +1,22 @@
-"""How a reply appears while it comes: as it is, or as markdown of which only the last block is ever redrawn."""
+"""How a reply appears while it comes: as it is, or as markdown of which only what is still open is ever redrawn."""
 
 from __future__ import annotations
 
+import os
 import time
-from contextlib import suppress
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Protocol, TextIO
 
-from minicpm_cli.chat.markdown import Blocks
+from minicpm_cli.chat.markdown import Blocks, Piece
 from minicpm_cli.chat.terminal import Terminal, neutral
 from minicpm_cli.types import Channel
 
 if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, RenderResult
     from rich.live import Live
-    from rich.markdown import Markdown
 
+Size = Callable[[], tuple[int, int]]  # columns, rows
+Clock = Callable[[], float]  # seconds
 _REDRAW_SECONDS = 0.08
 
 
@@ -57,82 +59,86 @@ class PlainView:
 
 
 class MarkdownView:
-    """Finished blocks are printed once and stay; the open one is drawn anew, cut to what fits the screen."""
+    """Finished pieces are printed once and stay; below them the open one is drawn anew, cut to half the screen.
 
-    def __init__(self, terminal: Terminal) -> None:
+    Drawing takes at most a fifth of the time, also where the terminal or the machine is slow.
+    """
+
+    def __init__(self, terminal: Terminal, *, size: Size | None = None, clock: Clock = time.monotonic) -> None:
         from rich.console import Console
+
+        from minicpm_cli.chat.rendering import Rows, Tail
 
         color = terminal.color
         self._console = Console(file=terminal.out, highlight=False, markup=False, emoji=False, no_color=not color)
         self._thinking = PlainView(terminal)
+        self._size = size or partial(_size, terminal.out)
+        self._clock = clock
         self._blocks = Blocks()
+        self._finished: list[Piece] = []  # and not printed yet
+        self._rows, self._tail = Rows(), Tail()
         self._live: Live | None = None
-        self._drawn = 0.0
-        self._printed = False
+        self._due = clock()  # when to draw next
 
     def show(self, channel: Channel, text: str) -> None:
+        if not text:
+            return
         if channel == "think":
-            self._finish("")
+            self._lift()
             self._thinking.show(channel, text)
             return
         self._thinking.end()
-        for block in self._blocks.feed(neutral(text)):
-            self._finish(block)
-        if time.monotonic() - self._drawn >= _REDRAW_SECONDS:
+        self._finished += self._blocks.feed(neutral(text))
+        if self._clock() >= self._due:
             self._draw()
 
     def end(self) -> None:
+        from minicpm_cli.chat.rendering import Rows
+
         self._thinking.end()
-        self._finish(self._blocks.close())
-        self._printed = False
+        self._finished += self._blocks.close()
+        self._lift()
+        self._rows = Rows()
 
     def _draw(self) -> None:
+        """One write: the open piece goes, what is finished takes its place, what is open now comes below."""
+        from rich.console import Group
+
+        start = self._clock()
+        self._console.size = self._size()
+        if self._live is None:
+            self._live = self._started()
+        printed, self._finished = self._rows.of(self._finished), []
+        self._tail.rows = self._rows.copy().of(self._blocks.preview())
+        if printed:
+            self._console.print(Group(*printed))
+        else:
+            self._live.refresh()
+        end = self._clock()
+        self._due = end + max(_REDRAW_SECONDS, 4 * (end - start))
+
+    def _started(self) -> Live:
         from rich.live import Live
 
-        self._drawn = time.monotonic()
-        if not self._blocks.rest.strip():
-            return
-        if self._live is None:
-            self._live = Live(console=self._console, auto_refresh=False, transient=True)
-            self._live.start()
-        self._live.update(_Tail(self._blocks.rest, gap=self._printed), refresh=True)
+        live = Live(self._tail, console=self._console, auto_refresh=False, transient=True)
+        live.start()
+        self._console.show_cursor(True)  # a process that is killed or stopped leaves it as it is
+        return live
 
-    def _finish(self, block: str) -> None:
-        """Takes the live region away and prints the finished block where it was."""
+    def _lift(self) -> None:
+        """Takes the open piece off the screen; what is finished stays."""
+        if self._finished:
+            self._draw()
         live, self._live = self._live, None
+        self._tail.rows = []
         if live is not None:
             live.stop()
-        if not block.strip():
-            return
-        if self._printed:
-            self._console.print()
-        self._console.print(_markdown(block))
-        self._printed = True
-
-    def __del__(self) -> None:  # a view dropped half-way leaves the cursor visible
-        with suppress(Exception):
-            if self._live is not None:
-                self._live.stop()
 
 
-class _Tail:
-    """The last lines of a block that is still being written, never more than fit the screen."""
-
-    def __init__(self, text: str, *, gap: bool) -> None:
-        self._text, self._gap = text, gap
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        from rich.segment import Segment
-
-        lines = console.render_lines(_markdown(self._text), options, pad=False)
-        room = max(1, console.size.height - 2)
-        shown = [[], *lines] if self._gap and len(lines) < room else lines[-room:]
-        for line in shown:
-            yield from line
-            yield Segment.line()
-
-
-def _markdown(text: str) -> Markdown:
-    from rich.markdown import Markdown
-
-    return Markdown(text, hyperlinks=False)
+def _size(out: TextIO) -> tuple[int, int]:
+    """Columns and rows of the terminal itself; the variables COLUMNS and LINES do not change with its window."""
+    try:
+        columns, rows = os.get_terminal_size(out.fileno())
+    except (OSError, ValueError):
+        columns, rows = 0, 0
+    return columns or 80, rows or 24

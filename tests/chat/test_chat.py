@@ -13,11 +13,12 @@ import pytest
 from fakes import FakeLLM, rendered, words
 from minicpm_cli.chat import commands, repl
 from minicpm_cli.chat.chat import Chat
+from minicpm_cli.chat.conversation import Conversation, Turn
 from minicpm_cli.chat.lines import PipedLines
 from minicpm_cli.chat.sessions import Sessions
 from minicpm_cli.chat.terminal import Terminal, neutral
 from minicpm_cli.errors import ContextOverflow, FileError, RequestError, UsageError
-from minicpm_cli.types import Message, Request
+from minicpm_cli.types import Event, Message, Request
 
 Make = Callable[..., Chat]
 
@@ -34,6 +35,11 @@ def make(tmp_path: Path) -> Make:
 
 def contents(chat: Chat) -> list[str]:
     return [m.content for m in chat.conversation.messages]
+
+
+def stored(chat: Chat) -> list[Turn]:
+    """The turns of the session file."""
+    return Sessions(chat.sessions.folder).open("test").turns
 
 
 def told(chat: Chat) -> str:
@@ -118,6 +124,73 @@ def test_ctrl_c_before_the_first_word_takes_the_question_back(make: Make) -> Non
     chat.say("one")
     assert contents(chat) == []
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
+def test_a_reply_is_kept_when_the_process_is_to_end(make: Make, number: int) -> None:
+    def ended(request: Request):  # type: ignore[no-untyped-def]
+        yield Event(request.id, "a b")
+        os.kill(os.getpid(), number)
+        yield Event(request.id, " c")
+
+    llm = FakeLLM()
+    llm._events = ended  # type: ignore[method-assign]
+    chat = make(llm)
+    with pytest.raises(SystemExit) as raised:
+        chat.say("one")
+    assert raised.value.code == 128 + number
+    assert [(turn.message.content, turn.partial) for turn in stored(chat)] == [("one", False), ("a b", True)]
+    assert signal.getsignal(number) == signal.SIG_DFL
+
+
+def test_no_signal_interrupts_the_keeping(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    chat = make(FakeLLM())
+    add = Conversation.add
+
+    def pressed(self: Conversation, message: Message, *, partial: bool = False) -> None:
+        if message.role == "assistant":
+            for number in (signal.SIGINT, signal.SIGINT, signal.SIGTERM):
+                os.kill(os.getpid(), number)
+        add(self, message, partial=partial)
+
+    monkeypatch.setattr(Conversation, "add", pressed)
+    chat.say("one")
+    assert [turn.message.content for turn in stored(chat)] == ["one", "You said: one"]
+
+
+def test_a_retry_that_brings_nothing_changes_nothing(make: Make) -> None:
+    llm = FakeLLM(context=9)
+    chat = make(llm)
+    chat.say("one")
+    said = ["one", "You said: one"]
+    chat.given["max_tokens"] = 9
+    with pytest.raises(ContextOverflow):
+        chat.retry()
+    assert contents(chat) == said
+    del chat.given["max_tokens"]
+
+    def interrupted(request: Request):  # type: ignore[no-untyped-def]
+        os.kill(os.getpid(), signal.SIGINT)
+        yield from ()
+
+    llm._events = interrupted  # type: ignore[method-assign]
+    chat.retry()
+    assert contents(chat) == said
+    assert [turn.message.content for turn in stored(chat)] == said
+    assert "nothing is changed" in told(chat)
+
+
+def test_files_wait_on_when_their_question_is_taken_back(make: Make) -> None:
+    llm = FakeLLM(fail=lambda request: RequestError("internal", "no"))
+    chat = make(llm)
+    chat.attached.append(("a.txt", "inside"))
+    with pytest.raises(RequestError):
+        chat.say("what?")
+    assert chat.attached == [("a.txt", "inside")]
+    llm.fail = lambda request: None
+    chat.say("what?")
+    assert "inside" in contents(chat)[0]
+    assert chat.attached == []
 
 
 def test_an_error_leaves_the_list_as_it_was(make: Make) -> None:
@@ -215,6 +288,17 @@ def test_save_and_load(make: Make, tmp_path: Path) -> None:
     assert "* test" in told(chat)
     with pytest.raises(FileError):
         commands.run(chat, "/load missing")
+
+
+def test_paths_that_cannot_be_used_are_an_error_of_the_user(make: Make, tmp_path: Path) -> None:
+    chat = make()
+    chat.say("one")
+    (tmp_path / "folder.d").mkdir()
+    before = sorted(tmp_path.iterdir())
+    for line in (f"/save {tmp_path / 'folder.d'}", "/file ~no-such-user/x", "/load ~no-such-user/x.jsonl"):
+        with pytest.raises((FileError, UsageError)):
+            commands.run(chat, line)
+    assert sorted(tmp_path.iterdir()) == before
 
 
 def test_a_file_goes_with_the_next_question_only(make: Make, tmp_path: Path) -> None:

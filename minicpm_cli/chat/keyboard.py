@@ -1,0 +1,46 @@
+"""What is typed while a reply comes: it waits for the next prompt, unseen, so that it cannot break what is drawn."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def unechoed() -> Iterator[None]:
+    """Within this context the terminal of stdin, if it is one and ours, shows nothing of what is typed."""
+    keyboard = _keyboard()
+    if keyboard is None:
+        yield
+        return
+    import termios
+
+    before = termios.tcgetattr(keyboard)
+    silent = termios.tcgetattr(keyboard)
+    silent[3] &= ~(termios.ECHO | termios.ECHONL)
+    termios.tcsetattr(keyboard, termios.TCSANOW, silent)
+    try:
+        yield
+    finally:
+        _restore(keyboard, before)
+
+
+def _keyboard() -> int | None:
+    """The file descriptor; None also in a background process, which must not touch the terminal."""
+    if sys.platform == "win32":
+        return None
+    try:
+        number = sys.stdin.fileno()
+        return number if os.isatty(number) and os.tcgetpgrp(number) == os.getpgrp() else None
+    except (AttributeError, ValueError, OSError):  # no stdin, or none of the system's
+        return None
+
+
+def _restore(keyboard: int, attributes: list[object]) -> None:
+    import termios
+    from contextlib import suppress
+
+    with suppress(termios.error):  # the terminal is gone
+        termios.tcsetattr(keyboard, termios.TCSANOW, attributes)  # type: ignore[arg-type]

@@ -1,0 +1,35 @@
+"""The keyboard while a reply comes."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+
+import pytest
+
+from minicpm_cli.chat import keyboard
+from minicpm_cli.chat.keyboard import unechoed
+
+termios = pytest.importorskip("termios")
+
+
+def test_nothing_is_echoed_within_and_the_old_way_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = os.openpty()
+    try:
+        monkeypatch.setattr(sys, "stdin", os.fdopen(theirs, "r", closefd=False))
+        monkeypatch.setattr(keyboard.os, "tcgetpgrp", lambda number: os.getpgrp())
+        before = termios.tcgetattr(theirs)
+        with unechoed():
+            assert not termios.tcgetattr(theirs)[3] & termios.ECHO
+        assert termios.tcgetattr(theirs) == before
+    finally:
+        os.close(ours)
+        os.close(theirs)
+
+
+def test_a_pipe_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for stdin in (None, io.StringIO("x")):
+        monkeypatch.setattr(sys, "stdin", stdin)
+        with unechoed():
+            pass

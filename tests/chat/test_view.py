@@ -1,0 +1,187 @@
+"""Markdown while it comes, on a terminal that remembers what scrolled off it: every row stands there once."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from emulator import Emulator
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minicpm_cli.chat.terminal import Terminal
+from minicpm_cli.chat.view import MarkdownView
+
+ANSWERS = {
+    "lines": "\n".join(f"line {n}" for n in range(1, 301)),
+    "list": "\n".join(f"- line {n} **is** bold" for n in range(1, 301)),
+    "numbers": "\n\n".join(f"{n}. line {n}\n   and `more` of it" for n in range(1, 301)),
+    "code": "Here:\n```python\n" + "\n".join(f"x = 'line {n}'" for n in range(1, 301)) + "\n```\nDone.",
+    "open fence": "~~~\n" + "\n".join(f"line {n}" for n in range(1, 301)),
+    "table": "| a | b |\n|---|---|\n" + "\n".join(f"| line {n} | x |" for n in range(1, 301)),
+    "paragraphs": "\n\n".join(f"line {n} " + "字 " * 50 for n in range(1, 301)),
+}
+
+
+class Shown:
+    """An answer shown `pieces` characters at a time; a second passes after each, enough to draw, or none."""
+
+    def __init__(self, terminal: Emulator, seconds: float = 1.0) -> None:
+        self.terminal, self.now, self._seconds = terminal, 0.0, seconds
+        self.view = MarkdownView(Terminal(terminal, terminal), size=terminal.size, clock=lambda: self.now)
+
+    def feed(self, text: str, pieces: int) -> Shown:
+        for start in range(0, len(text), pieces):
+            self.now += self._seconds
+            self.view.show("answer", text[start : start + pieces])
+        return self
+
+    def end(self) -> str:
+        self.view.end()
+        return self.terminal.text
+
+
+def at_once(text: str, rows: int = 24, columns: int = 80) -> str:
+    """What stands there when nothing is drawn before its time."""
+    return Shown(Emulator(rows, columns), seconds=0).feed(text, len(text) or 1).end()
+
+
+def numbers(text: str) -> list[int]:
+    return [int(n) for n in re.findall(r"line (\d+)\b", text)]
+
+
+@pytest.mark.parametrize("rows", [24, 6])
+@pytest.mark.parametrize("name", ANSWERS)
+def test_a_long_answer_stands_in_the_scrollback_once(name: str, rows: int) -> None:
+    text = ANSWERS[name]
+    shown = Shown(Emulator(rows)).feed(text, len(text) // 41).end()
+    assert numbers(shown) == list(range(1, 301))
+    assert shown == at_once(text, rows)
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "reflow"), [(6, 80, False), (12, 30, False), (12, 30, True), (50, 120, False)]
+)
+@pytest.mark.parametrize("name", ["list", "numbers", "code", "open fence"])
+def test_a_window_of_another_size_repeats_nothing(name: str, rows: int, columns: int, reflow: bool) -> None:
+    text, terminal = ANSWERS[name], Emulator(24, 80, reflow=reflow)
+    half, pieces = len(text) // 2, len(text) // 31
+    shown = Shown(terminal).feed(text[:half], pieces)
+    terminal.resize(rows, columns)
+    assert numbers(shown.feed(text[half:], pieces).end()) == list(range(1, 301))
+
+
+@pytest.mark.parametrize("name", ["lines", "table"])
+def test_what_is_drawn_as_one_survives_a_window_of_half_the_height(name: str) -> None:
+    text, terminal = ANSWERS[name], Emulator(24, 80)
+    half, pieces = len(text) // 2, len(text) // 21
+    shown = Shown(terminal).feed(text[:half], pieces)
+    terminal.resize(13, 80)
+    assert numbers(shown.feed(text[half:], pieces).end()) == list(range(1, 301))
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_the_newest_words_are_seen_as_they_come(name: str) -> None:
+    text, terminal = ANSWERS[name], Emulator(24, 80)
+    place = text.index("line 200") + len("line 200")
+    shown = Shown(terminal).feed(text[: place - 8], place // 10).feed(text[place - 8 : place], 8)
+    assert "line 200" in "\n".join(terminal.screen)
+    assert not terminal.cursor_hidden
+    assert numbers(shown.end()) == list(range(1, 201))
+
+
+def test_what_is_finished_above_is_not_written_again() -> None:
+    text, terminal = ANSWERS["code"], Emulator(24, 80)
+    shown = Shown(terminal).feed(text, 40)
+    frame = terminal.written
+    shown.feed("\n\nx", 3)
+    assert terminal.written - frame < 500, "a row of code on its background takes about 200 characters"
+
+
+WORDS = ["a", "**b**", "`c`", "*", "_", "```", "~~~", "- ", "1. ", "12) ", "# ", "> ", "| a |", "|---|", "---", "<b>"]
+SPACES = [
+    " ",
+    "\n",
+    "\n\n",
+    "\n  ",
+    "\n   ",
+    "\n    ",
+    "\t",
+    "long words that wrap ",
+    "你好",
+    "👨‍👩‍👧",
+    "e\u0301",
+    "\x1b[2J",
+]
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.sampled_from(WORDS + SPACES), max_size=60).map("".join), st.integers(1, 9), st.integers(2, 9))
+def test_what_stands_in_the_end_does_not_depend_on_when_it_was_drawn(text: str, pieces: int, rows: int) -> None:
+    assert Shown(Emulator(rows, 20)).feed(text, pieces).end() == at_once(text, rows, 20)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a vector<int> and <b>tags</b>",
+        "<details>\nopen\n</details>",
+        "text[1]\n\n[1]: https://example.com",
+        "roses\nare red",
+        "[brackets] :smile: {x}",
+    ],
+)
+def test_nothing_that_was_written_is_left_out(text: str) -> None:
+    assert at_once(text).split() == text.split()
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("\x1b[2J\x07", "␛[2J␇"),
+        ("```\n\x1b[2J\r\n```", "␛[2J␍"),
+        ("&#x202e;&#13;x", "<U+202E>␍x"),
+        ("`\x9b2J`", "<U+009B>2J"),
+    ],
+)
+def test_control_characters_are_shown(text: str, shown: str) -> None:
+    assert at_once(text).strip() == shown
+
+
+def test_lists_keep_their_shape() -> None:
+    text = "1. One:\n\n   ```sh\n   ls\n\n   pwd\n   ```\n\n2. Two\n    - sub\n\n      more\n10. Ten\n\nEnd"
+    rows = [row for row in at_once(text).split("\n") if row]
+    assert rows == [" 1. One:", "     ls", "     pwd", " 2. Two", "     • sub", "       more", " 10. Ten", "End"]
+
+
+def test_drawing_takes_a_fifth_of_the_time_where_the_terminal_is_slow() -> None:
+    shown = Shown(Emulator())
+
+    class Slow(Emulator):
+        def write(self, text: str) -> int:
+            shown.now += 2.0
+            return super().write(text)
+
+    slow = Slow()
+    shown = Shown(slow, seconds=0.1)
+    shown.feed("word " * 500, 5)
+    generating = 500 * 0.1
+    assert 0 < shown.now - generating <= generating / 4 + 4 * 2.0
+    assert shown.end().split() == ["word"] * 500
+
+
+def test_thinking_stands_apart_and_the_open_piece_returns() -> None:
+    terminal = Emulator()
+    shown = Shown(terminal)
+    shown.view.show("think", "Hm.")
+    shown.feed("It **is", 2)
+    shown.view.show("think", "Sure?")
+    shown.feed(" so**.", 2)
+    assert shown.end().split("\n") == ["Hm.", "Sure?", "It is so."]
+
+
+def test_columns_in_the_environment_do_not_hide_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    text = "word " * 60
+    assert Shown(Emulator(24, 40)).feed(text, 5).end() == at_once(text, 24, 40)
+    assert max(map(len, at_once(text, 24, 40).split("\n"))) <= 40
