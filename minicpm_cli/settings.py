@@ -44,6 +44,7 @@ class LoadOptions:
     memory_fraction: float = 0.9
     quantize: str | None = None
     head_bits: int = 16
+    gptq_format: str | None = None
     kv_dtype: str = "auto"
     graphs: bool = True
     chat_template: str = "auto"
@@ -238,6 +239,7 @@ def _entries() -> Iterator[_Entry]:
         "memory_fraction": checks.fraction,
         "quantize": checks.one_of("w4", "w8", "nf4", "int8", "fp8", none="none"),
         "head_bits": checks.head_bits,
+        "gptq_format": checks.one_of("v1", "v2", none="auto"),
         "kv_dtype": checks.one_of("auto", "fp8", "int8"),
         "graphs": checks.switch,
         "chat_template": checks.template,

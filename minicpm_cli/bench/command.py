@@ -45,8 +45,6 @@ class BenchOptions:
             raise UsageError(f"--against {self.against!r} is not known; choose from: {', '.join(PEERS)}")
         if self.repeats < 1:
             raise UsageError(f"--repeats is {self.repeats}; it must be at least 1")
-        if self.load.quantize:
-            raise UsageError("bench does not measure --quantize yet; quantize to a folder and give it with -m")
         if self.shape is not None:
             raw_config(self.shape)
         if self.shape and set(self.workloads) & set(STARTS):
@@ -56,6 +54,16 @@ class BenchOptions:
     @property
     def speeds(self) -> list[Workload]:
         return [WORKLOADS[name] for name in self.workloads or USUAL if name in WORKLOADS]
+
+    @property
+    def load_flags(self) -> list[str]:
+        """What a process of its own must be told to load the model so."""
+        load, flags = self.load, list[str]()
+        if load.quantize:
+            flags += ["--quantize", load.quantize]
+        if load.gptq_format:
+            flags += ["--gptq-format", load.gptq_format]
+        return [*flags, "--head-bits", str(load.head_bits)]
 
     @property
     def starts(self) -> list[str]:
@@ -97,7 +105,9 @@ def _measure(options: BenchOptions, settings: Settings, err: TextIO) -> Iterator
     subject = open_subject(options.load, options.shape, settings)
     for name in options.starts:
         say(f"{name}: {STARTS[name][1]}")
-        yield Row(subject.setting(), name, measure_start(name, options.load.model, options.repeats), "s")
+        yield Row(
+            subject.setting(), name, measure_start(name, options.load.model, options.repeats, options.load_flags), "s"
+        )
     if options.speeds:
         yield from _speeds("ours", options, subject, say)
         if options.against:

@@ -19,9 +19,9 @@ def seconds_to_help(command: Sequence[str] = RUN) -> float:
     return time.perf_counter() - start
 
 
-def seconds_to_first_text(model: str, command: Sequence[str] = RUN) -> float:
-    """Of `minicpm run`, from the start of the process to the first byte of its answer."""
-    arguments = [*command, "run", "--quiet", "-m", model, "-t", "0", "-n", "16", "Name three colours."]
+def seconds_to_first_text(model: str, flags: Sequence[str] = (), command: Sequence[str] = RUN) -> float:
+    """Of `minicpm run` with `flags`, from the start of the process to the first byte of its answer."""
+    arguments = [*command, "run", "--quiet", "-m", model, *flags, "-t", "0", "-n", "16", "Name three colours."]
     start = time.perf_counter()
     process = subprocess.Popen(arguments, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None
@@ -38,13 +38,13 @@ def _checked(process: subprocess.Popen[bytes]) -> None:
         raise MinicpmError(f"{' '.join(map(str, process.args))} ended with {process.returncode}: {last}")  # type: ignore[arg-type]
 
 
-STARTS: Mapping[str, tuple[Callable[[str], float], str]] = {
-    "help": (lambda model: seconds_to_help(), "`minicpm --help`, the whole process"),
+STARTS: Mapping[str, tuple[Callable[[str, Sequence[str]], float], str]] = {
+    "help": (lambda model, flags: seconds_to_help(), "`minicpm --help`, the whole process"),
     "start": (seconds_to_first_text, "`minicpm run`, from the start of the process to the first byte of the answer"),
 }
 
 
-def measure_start(name: str, model: str, repeats: int) -> tuple[float, ...]:
+def measure_start(name: str, model: str, repeats: int, flags: Sequence[str] = ()) -> tuple[float, ...]:
     """Seconds of each of `repeats` runs, after one that warms the disk cache."""
     once, _ = STARTS[name]
-    return tuple(once(model) for _ in range(repeats + 1))[1:]
+    return tuple(once(model, flags) for _ in range(repeats + 1))[1:]

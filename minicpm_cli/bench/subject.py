@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -21,7 +20,8 @@ from minicpm_cli.llm.device import choose_device, choose_dtype, dtype_name
 from minicpm_cli.model.config import ModelConfig
 from minicpm_cli.model.decoder import Decoder
 from minicpm_cli.model.kv import KVCache
-from minicpm_cli.model.loader import build_decoder, load_model
+from minicpm_cli.model.load_scheme import AS_STORED, LoadScheme
+from minicpm_cli.model.loader import build_decoder
 from minicpm_cli.settings import LoadOptions, Settings
 
 PAGE = 16
@@ -30,14 +30,19 @@ BATCH_TOKENS = 2048
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A model that is known but not loaded: from `path`, or the `shape` with random weights."""
+    """A model that is known but not loaded: a `checkpoint`, or the shape `name` with random weights."""
 
     name: str
-    scheme: str
     cfg: ModelConfig
-    path: Path | None
+    checkpoint: Checkpoint | None
     device: torch.device
     dtype: torch.dtype
+    load: LoadScheme = AS_STORED
+
+    @property
+    def scheme(self) -> str:
+        plain = dtype_name(self.dtype)
+        return self.checkpoint.scheme(plain) if self.checkpoint else self.load.name(self.cfg, plain)
 
     def setting(self) -> Setting:
         return machine.setting_for(self.device, self.name, self.scheme)
@@ -52,15 +57,15 @@ class Subject:
 
     def peer_runner(self) -> peer.TransformersRunner:
         """Loads the same model in transformers."""
-        if self.path is None:
+        if self.checkpoint is None:
             return peer.TransformersRunner(peer.random_peer(raw_config(self.name), self.device, self.dtype))
-        return peer.TransformersRunner(peer.load_peer(self.path, self.device, self.dtype))
+        return peer.TransformersRunner(peer.load_peer(self.checkpoint.path, self.device, self.dtype))
 
     def _decoder(self) -> Decoder:
-        if self.path is None:
+        if self.checkpoint is None:
             source = RandomSource(self.cfg, device=self.device, dtype=self.dtype)
-            return build_decoder(source, self.cfg, self.device, self.dtype)
-        return load_model(self.path, self.cfg, self.device, self.dtype)
+            return build_decoder(source, self.cfg, self.device, self.dtype, scheme=self.load)
+        return self.checkpoint.decoder(self.device, self.dtype)
 
 
 def open_subject(load: LoadOptions, shape: str | None, settings: Settings) -> Subject:
@@ -68,10 +73,10 @@ def open_subject(load: LoadOptions, shape: str | None, settings: Settings) -> Su
     device = choose_device(load.device)
     dtype = choose_dtype(load.dtype, device)
     if shape is not None:
-        return Subject(shape, dtype_name(dtype), ModelConfig.from_hf(raw_config(shape)), None, device, dtype)
-    checkpoint = Checkpoint.read(resolve(load.model, settings).path)
-    scheme = checkpoint.scheme or dtype_name(dtype)
-    return Subject(load.model, scheme, checkpoint.cfg, checkpoint.path, device, dtype)
+        cfg, scheme = ModelConfig.from_hf(raw_config(shape)), LoadScheme.of(load.quantize, load.head_bits)
+        return Subject(shape, cfg, None, device, dtype, scheme)
+    checkpoint = Checkpoint.read(resolve(load.model, settings).path).with_options(load)
+    return Subject(load.model, checkpoint.cfg, checkpoint, device, dtype)
 
 
 def engine_for(decoder: Decoder, workloads: Sequence[Workload]) -> Engine:

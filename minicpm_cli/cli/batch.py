@@ -20,7 +20,7 @@ _EXAMPLES = examples(
     """echo '{"prompt": "Name a river."}' | minicpm batch - -""",
 )
 # What decides the answers; a resume with other values is refused.
-_ASKED_FOR = ("model", "dtype", "ctx", "chat_template", "quantize", "head_bits", "kv_dtype", "lora")
+_ASKED_FOR = ("model", "dtype", "ctx", "chat_template", "quantize", "head_bits", "gptq_format", "kv_dtype", "lora")
 
 
 def register(app: typer.Typer) -> None:

@@ -34,6 +34,8 @@ def open_llm(settings: Settings, terminal: Terminal) -> LanguageModel:
         f"{info.weight_bytes / 1e9:.2f} GB weights, {info.cache_bytes / 1e9:.2f} GB cache, "
         f"loaded in {info.load_seconds:.2f} s"
     )
+    for line in info.details:
+        terminal.detail(line)
     return llm
 
 

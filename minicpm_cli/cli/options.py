@@ -22,7 +22,7 @@ MODEL = (
     _option("chat_template", str, "auto, chatml, minicpm or a file.", "--chat-template", metavar="NAME"),
     _option("trust_remote_code", bool, "Accepted, not needed.", "--trust-remote-code"),
 )
-LOAD = (
+PLACE = (
     _option("device", str, "auto, cpu, cuda or cuda:N.", "--device", metavar="DEV"),
     _option("dtype", str, "auto, bf16, fp16 or fp32.", "--dtype", metavar="TYPE"),
     _option("ctx", int, "Context in tokens.", "--ctx", metavar="N"),
@@ -31,6 +31,14 @@ LOAD = (
     _option("memory_fraction", float, "Share of the free memory to use, (0, 1].", "--memory-fraction", metavar="F"),
     _option("threads", int, "CPU threads.", "--threads", metavar="N"),
 )
+PACKING = (
+    _option("quantize", str, "Quantize at load: w4, w8, nf4, int8 or fp8.", "--quantize", metavar="SCHEME"),
+    _option("head_bits", int, "8 quantizes the output head at load; 16 does not.", "--head-bits", metavar="8|16"),
+    _option(
+        "gptq_format", str, "v1 or v2: zero points of GPTQ files that do not say it.", "--gptq-format", metavar="V"
+    ),
+)
+LOAD = (*PLACE, *PACKING)
 SAMPLING = (
     _option("temperature", float, "0 always takes the likeliest token.", "-t", "--temperature", metavar="T"),
     _option("top_p", float, "Likeliest tokens of this total probability; 0: one.", "--top-p", metavar="P"),

@@ -4,42 +4,107 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from minicpm_cli.errors import UsageError
 from minicpm_cli.hub.files import read_json
 from minicpm_cli.model.config import ModelConfig
 from minicpm_cli.model.gguf import GGUFHeader, config_from_gguf, read_header
+from minicpm_cli.model.load_scheme import AS_STORED, LoadScheme, weight_bytes
+from minicpm_cli.model.quant_config import QuantConfig, read_config
+from minicpm_cli.model.shapes import HEAD, is_absorbed, is_linear
+from minicpm_cli.settings import LoadOptions
+from quant.scheme import Scheme
+
+if TYPE_CHECKING:
+    import torch
+
+    from minicpm_cli.model.decoder import Decoder
 
 _PACKED = frozenset({"Q4_0", "Q4_1", "Q8_0"})  # stay packed in memory; other kinds are unpacked when they are loaded
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """`scheme` is the packing of a GGUF file's weights, None where they take the dtype they are loaded with."""
+    """`packing` names how the files hold the weights, None where they hold plain ones; `load` quantizes on the way."""
 
     path: Path
     cfg: ModelConfig
-    scheme: str | None = None
+    packing: str | None = None
+    load: LoadScheme = AS_STORED
+    gptq_format: str | None = None
+    _quant: QuantConfig | None = None
     _header: GGUFHeader | None = None
 
     @classmethod
     def read(cls, path: Path) -> Checkpoint:
         """Raises ConfigError, WeightsError or UnsupportedModel."""
         if path.is_dir():
-            return cls(path, ModelConfig.from_hf(read_json(path / "config.json"), _generation(path)))
+            cfg = ModelConfig.from_hf(read_json(path / "config.json"), _generation(path))
+            quant = QuantConfig.read(path)
+            return cls(path, cfg, quant.name if quant else None, _quant=quant)
         header = read_header(path)
-        return cls(path, ModelConfig.from_hf(config_from_gguf(header)), _scheme(header), header)
+        return cls(path, ModelConfig.from_hf(config_from_gguf(header)), _packing(header), _header=header)
+
+    def with_options(self, options: LoadOptions) -> Checkpoint:
+        """As `options` load it. Raises UsageError for what they cannot do here, UnsupportedModel as `read_config`."""
+        if options.quantize and self.packing:
+            raise UsageError(
+                f"{self.path} is quantized already ({self.packing}): leave --quantize {options.quantize} out, "
+                "or give the unquantized model"
+            )
+        if self.path.is_dir() or options.gptq_format:
+            read_config(self.path, options.gptq_format)
+        load = LoadScheme.of(options.quantize, options.head_bits)
+        load.check(self.cfg)
+        return replace(
+            self, load=replace(load, head=load.head and not self._head_is_packed), gptq_format=options.gptq_format
+        )
+
+    def decoder(
+        self, device: torch.device, dtype: torch.dtype, on_progress: Callable[[int, int], None] | None = None
+    ) -> Decoder:
+        """Loads the weights; `on_progress` hears (layers done, layers)."""
+        from minicpm_cli.model.loader import load_model
+
+        return load_model(
+            self.path, self.cfg, device, dtype, on_progress, scheme=self.load, gptq_format=self.gptq_format
+        )
+
+    def scheme(self, plain: str) -> str:
+        """How the weights lie in memory, for people; `plain` names the dtype of those that nothing packs."""
+        return self.load.name(self.cfg, self.packing or plain)
 
     def weight_bytes(self, itemsize: int) -> int:
         """About what the weights will take in memory, where plain ones have `itemsize` bytes an element."""
         if self._header is None:
-            return self.cfg.parameters * itemsize
-        return sum(
+            return weight_bytes(self.cfg, itemsize, self._matrix)
+        head = self.load.matrix(HEAD, self.cfg.hidden_size)
+        own = (
+            math.ceil(self.cfg.vocab * self.cfg.hidden_size * head.bits_per_weight(self.cfg.hidden_size) / 8)
+            if head
+            else 0
+        )
+        return own + sum(
             tensor.nbytes if tensor.type in _PACKED else math.prod(tensor.shape) * itemsize
             for tensor in self._header.tensors.values()
         )
+
+    def _matrix(self, name: str, k: int) -> Scheme | None:
+        """How the matrix `name` is packed in memory."""
+        stored = self._quant and (self._quant.head if name == HEAD else is_linear(name) and not is_absorbed(name))
+        return self._quant.scheme if self._quant and stored else self.load.matrix(name, k)
+
+    @property
+    def _head_is_packed(self) -> bool:
+        if self._header is None:
+            return self._quant is not None and self._quant.head
+        tensors = self._header.tensors
+        holder = tensors.get("output.weight") or tensors.get("token_embd.weight")
+        return holder is not None and holder.type in _PACKED
 
 
 def _generation(path: Path) -> dict[str, Any] | None:
@@ -47,7 +112,7 @@ def _generation(path: Path) -> dict[str, Any] | None:
     return read_json(file) if file.is_file() else None
 
 
-def _scheme(header: GGUFHeader) -> str | None:
+def _packing(header: GGUFHeader) -> str | None:
     """The kind that holds most bytes, if the file is quantized at all."""
     stored: Counter[str] = Counter()
     for tensor in header.tensors.values():

@@ -13,8 +13,8 @@ from minicpm_cli.types import Event, Request, SamplingParams
 class LLMInfo:
     """Facts about a loaded model: sizes in bytes, `context` and `cache_tokens` in tokens, times in seconds.
 
-    `scheme` says how the weights are stored (bf16, Q4_1, ...), `template` where the chat template comes from; `notes`
-    are things to tell the user once.
+    `scheme` says how the weights lie in memory (bf16, Q4_1, gptq w4 g128 sym, ...), `template` where the chat template
+    comes from; `notes` are things to tell the user once, `details` only to one who asks for numbers.
     """
 
     name: str
@@ -32,6 +32,7 @@ class LLMInfo:
     template: str = "none"
     template_source: str = ""
     notes: tuple[str, ...] = ()
+    details: tuple[str, ...] = ()
 
 
 class Prompts(Protocol):

@@ -16,19 +16,19 @@ from minicpm_cli.engine.engine import Engine, EngineConfig, EngineRequest, Token
 from minicpm_cli.engine.memory import MemoryOptions, MemoryPlan, plan_memory
 from minicpm_cli.errors import MinicpmError, OutOfMemory, UsageError
 from minicpm_cli.hub.files import ModelFiles
+from minicpm_cli.llm.checkpoint import Checkpoint
 from minicpm_cli.llm.device import choose_device, choose_dtype, dtype_name, free_bytes
 from minicpm_cli.llm.info import LLMInfo
 from minicpm_cli.llm.prompter import Prompter
 from minicpm_cli.model.config import ModelConfig
 from minicpm_cli.model.decoder import Decoder
 from minicpm_cli.model.kv import KVCache
-from minicpm_cli.model.loader import load_model
 from minicpm_cli.settings import LoadOptions
 from minicpm_cli.text.detok import TextSink
 from minicpm_cli.types import Event, Request, SamplingParams
 
 SEED_BITS = 53  # a JSON number holds it exactly
-_LATER = {"quantize": None, "head_bits": 16, "kv_dtype": "auto", "lora": None}
+_LATER = {"kv_dtype": "auto", "lora": None}
 
 
 class LLM:
@@ -53,16 +53,17 @@ class LLM:
         if threads is not None:
             torch.set_num_threads(threads)
         prompter = Prompter.open(options, files)
+        checkpoint = prompter.checkpoint.with_options(options)
         device = choose_device(options.device)
         dtype = choose_dtype(options.dtype, device)
-        plan = _plan(options, prompter, device, dtype)
-        trained = prompter.checkpoint.cfg.context
-        prompter.checkpoint = replace(prompter.checkpoint, cfg=prompter.checkpoint.cfg.with_context(plan.context))
+        plan = _plan(options, checkpoint, device, dtype)
+        trained = checkpoint.cfg.context
+        prompter.checkpoint = checkpoint = replace(checkpoint, cfg=checkpoint.cfg.with_context(plan.context))
         with _memory_errors(device):
-            decoder = load_model(files.path, prompter.checkpoint.cfg, device, dtype, on_progress)
+            decoder = checkpoint.decoder(device, dtype, on_progress)
             kv = KVCache.allocate(decoder.cfg, plan.pages, plan.page_size, device, dtype)
         info = _info(prompter, files, decoder, kv, plan, time.monotonic() - begun)
-        notes = _notes(options, prompter.checkpoint.cfg, trained, device)
+        notes = _notes(options, checkpoint.cfg, trained, device)
         return cls(prompter, Engine(decoder, kv, _engine_config(plan)), replace(info, notes=notes))
 
     def prompt(self, request: Request) -> list[int]:
@@ -162,7 +163,7 @@ def _refuse_later(options: LoadOptions) -> None:
             raise UsageError(f"{name} is not supported in this version; remove it from the settings (minicpm config)")
 
 
-def _plan(options: LoadOptions, prompter: Prompter, device: torch.device, dtype: torch.dtype) -> MemoryPlan:
+def _plan(options: LoadOptions, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> MemoryPlan:
     wanted = MemoryOptions(
         context=options.ctx,
         max_seqs=options.max_seqs,
@@ -170,7 +171,6 @@ def _plan(options: LoadOptions, prompter: Prompter, device: torch.device, dtype:
         fraction=options.memory_fraction,
         cpu=device.type == "cpu",
     )
-    checkpoint = prompter.checkpoint
     return plan_memory(
         checkpoint.cfg,
         weight_bytes=checkpoint.weight_bytes(dtype.itemsize),
@@ -197,7 +197,7 @@ def _info(
     return LLMInfo(
         name=files.name,
         context=min(plan.context, plan.cache_tokens),
-        scheme=checkpoint.scheme or dtype_name(decoder.dtype),
+        scheme=checkpoint.scheme(dtype_name(decoder.dtype)),
         device=str(decoder.device),
         architecture=checkpoint.cfg.architecture,
         revision=files.revision,
@@ -209,6 +209,7 @@ def _info(
         load_seconds=seconds,
         template=template.origin if template else "none",
         template_source=template.source if template else "",
+        details=checkpoint.load.details(checkpoint.cfg),
     )
 
 

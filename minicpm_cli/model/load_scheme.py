@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from minicpm_cli.errors import UsageError
 from minicpm_cli.model.config import ModelConfig
 from minicpm_cli.model.shapes import HEAD, is_absorbed, is_linear, tensor_shapes
 from quant.scheme import Scheme
@@ -36,6 +37,11 @@ class LoadScheme:
         if self.linear is None or not is_linear(name) or is_absorbed(name):
             return None
         return fitted(self.linear, k)
+
+    def check(self, cfg: ModelConfig) -> None:
+        """Raises UsageError where no matrix of the model can be quantized so."""
+        if self.linear and not any(self._counts(cfg)):
+            raise UsageError(f"no matrix of this model can be quantized to {self.linear.kind}: its rows are too odd")
 
     def name(self, cfg: ModelConfig, plain: str) -> str:
         """For people: "w4 g64/g128 sym, head w8"; `plain` names what is not quantized."""

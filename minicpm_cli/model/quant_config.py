@@ -6,12 +6,12 @@ Only what runs here gets through; anything else is refused by name before a weig
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
-from minicpm_cli.errors import ConfigError, UnsupportedModel
+from minicpm_cli.errors import ConfigError, UnsupportedModel, UsageError
 from minicpm_cli.hub.files import read_json
 from quant.errors import SchemeError
 from quant.scheme import ROW, Scheme
@@ -19,10 +19,14 @@ from quant.scheme import ROW, Scheme
 Method = Literal["gptq", "awq", "bitsandbytes", "compressed-tensors", "fp8"]
 Version = Literal["gptq", "gptq_v2"]
 SUPPORTED = (
-    "gptq and awq (4 or 8 bits, gemm), bitsandbytes (nf4, int8), compressed-tensors (pack-quantized, float-quantized)"
+    "gptq, awq (gemm), bitsandbytes (nf4, fp4, int8), compressed-tensors (pack-quantized, float-quantized) and fp8"
 )
 # Files that old quantizers write beside a config.json that says nothing, and the method that each means.
 BESIDE: Mapping[str, Method] = MappingProxyType({"quantize_config.json": "gptq", "quant_config.json": "awq"})
+
+
+# What --gptq-format calls them.
+VERSIONS: Mapping[str, Version] = MappingProxyType({"v1": "gptq", "v2": "gptq_v2"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +34,7 @@ class QuantConfig:
     """How the linear layers of a checkpoint are packed; those that the files hold plain are simply plain.
 
     `version`: how GPTQ's files store zero points, None where nothing says it. `head`: whether the head is packed too.
+    `fp4`: bitsandbytes' other table of 16 values in the place of NF4's.
     """
 
     origin: Path
@@ -37,6 +42,7 @@ class QuantConfig:
     scheme: Scheme
     version: Version | None = None
     head: bool = False
+    fp4: bool = False
 
     @classmethod
     def read(cls, folder: Path) -> QuantConfig | None:
@@ -53,7 +59,26 @@ class QuantConfig:
     @property
     def name(self) -> str:
         """For people: "gptq w4 g128 sym"."""
-        return self.method if self.method == self.scheme.kind else f"{self.method} {self.scheme.name}"
+        scheme = "fp4" if self.fp4 else self.scheme.name
+        return scheme if self.method == scheme else f"{self.method} {scheme}"
+
+
+def read_config(folder: Path, gptq_format: str | None = None) -> QuantConfig | None:
+    """What the checkpoint says, `gptq_format` applied. Raises UnsupportedModel, ConfigError or UsageError."""
+    config = QuantConfig.read(folder)
+    if gptq_format:
+        if config is None or config.method != "gptq":
+            kind = config.method if config else "not quantized"
+            raise UsageError(
+                f"--gptq-format {gptq_format} is for GPTQ checkpoints, and {folder} is {kind}; leave it out"
+            )
+        return replace(config, version=VERSIONS[gptq_format])
+    if config and config.method == "gptq" and config.version is None and not config.scheme.symmetric:
+        raise UnsupportedModel(
+            f"{config.origin}: asymmetric GPTQ without checkpoint_format: its zero points can be read in two ways, one "
+            "of which gives nonsense. Give --gptq-format v1 (AutoGPTQ and most others) or v2 and look at the answers."
+        )
+    return config
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,9 +179,9 @@ def _bitsandbytes(entry: _Entry) -> QuantConfig:
     if not entry.yes("load_in_4bit", False):
         raise ConfigError(f"{entry.origin}: bitsandbytes, but neither load_in_4bit nor load_in_8bit is true")
     kind = entry.text("bnb_4bit_quant_type", "fp4").lower()
-    if kind != "nf4":
+    if kind not in ("nf4", "fp4"):
         raise entry.unsupported(f"bnb_4bit_quant_type {kind!r}", "use nf4, or the original with --quantize nf4")
-    return QuantConfig(entry.origin, "bitsandbytes", Scheme("nf4"))
+    return QuantConfig(entry.origin, "bitsandbytes", Scheme("nf4"), fp4=kind == "fp4")
 
 
 def _compressed(entry: _Entry) -> QuantConfig:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
-from minicpm_cli.errors import UnsupportedModel, UsageError, WeightsError
-from minicpm_cli.model.quant_config import QuantConfig, Version
+from minicpm_cli.errors import WeightsError
+from minicpm_cli.model.quant_config import read_config
 from minicpm_cli.model.quantized_source import FileSource, QuantizedSource
 
 # Endings of tensor names that only quantizers write, and the methods that write them.
@@ -24,7 +23,6 @@ MARKS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         ".weight_scale_inv": ("fp8",),
     }
 )
-VERSIONS: Mapping[str, Version] = MappingProxyType({"v1": "gptq", "v2": "gptq_v2"})
 
 
 def open_quantized(source: FileSource, folder: Path, gptq_format: str | None = None) -> QuantizedSource | FileSource:
@@ -52,24 +50,6 @@ def open_quantized(source: FileSource, folder: Path, gptq_format: str | None = N
             f"{' or '.join(found)}: they belong to different models"
         )
     return QuantizedSource(source, config)
-
-
-def read_config(folder: Path, gptq_format: str | None = None) -> QuantConfig | None:
-    """What the checkpoint says, `gptq_format` applied. Raises UnsupportedModel, ConfigError or UsageError."""
-    config = QuantConfig.read(folder)
-    if gptq_format:
-        if config is None or config.method != "gptq":
-            kind = config.method if config else "not quantized"
-            raise UsageError(
-                f"--gptq-format {gptq_format} is for GPTQ checkpoints, and {folder} is {kind}; leave it out"
-            )
-        return replace(config, version=VERSIONS[gptq_format])
-    if config and config.method == "gptq" and config.version is None and not config.scheme.symmetric:
-        raise UnsupportedModel(
-            f"{config.origin}: asymmetric GPTQ without checkpoint_format: its zero points can be read in two ways, one "
-            "of which gives nonsense. Give --gptq-format v1 (AutoGPTQ and most others) or v2 and look at the answers."
-        )
-    return config
 
 
 def _found(names: Iterable[str]) -> tuple[str, ...] | None:

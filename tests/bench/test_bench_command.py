@@ -23,7 +23,6 @@ from minicpm_cli.settings import LoadOptions, Settings
         ({"repeats": 0}, "--repeats is 0"),
         ({"shape": "minicpm5-1b", "workloads": ("start",)}, "give -m MODEL"),
         ({"shape": "gpt-2"}, "choose one of: minicpm-2b"),
-        ({"load": LoadOptions(quantize="w4")}, "--quantize"),
     ],
 )
 def test_what_cannot_work_is_refused(options: dict[str, object], message: str) -> None:

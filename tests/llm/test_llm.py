@@ -226,13 +226,13 @@ def test_a_model_without_a_template_takes_raw_prompts(load, tmp_path: Path) -> N
 
 
 def test_what_cannot_be_is_refused_before_the_weights_are_read(load, folder: Path, monkeypatch) -> None:
-    from minicpm_cli.llm import llm as module
+    from minicpm_cli.model import loader as module
 
     def read(*arguments: object) -> None:
         raise AssertionError("the weights were read")
 
     monkeypatch.setattr(module, "load_model", read)
-    for options in ({"quantize": "w4"}, {"lora": "x"}, {"kv_dtype": "fp8"}, {"head_bits": 8}):
+    for options in ({"lora": "x"}, {"kv_dtype": "fp8"}):
         with pytest.raises(UsageError, match="not supported in this version"):
             load(**options)
     with pytest.raises(DeviceError):

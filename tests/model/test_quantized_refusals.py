@@ -261,6 +261,7 @@ def packed(**weights: Any) -> dict[str, Any]:
         (packed(actorder="weight", symmetric=False), "compressed-tensors w4 g32 asym"),
         ({"quant_method": "bitsandbytes", "load_in_8bit": True, "bnb_4bit_quant_type": "fp4"}, "bitsandbytes int8"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, "bitsandbytes nf4"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes fp4"),
         (PACKED | {"format": "float-quantized", "config_groups": {"g": FP8_GROUP}}, "compressed-tensors fp8"),
         ({"quant_method": "fp8", "activation_scheme": "dynamic"}, "fp8"),
     ],
@@ -293,7 +294,7 @@ def test_files_beside_config_json(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"quant_method": "mine", "bits": 4}, "method 'mine' is not supported; read are gptq and awq"),
+        ({"quant_method": "mine", "bits": 4}, "method 'mine' is not supported; read are gptq, awq"),
         ({"bits": 4}, "method without a name"),
         (GPTQ | {"bits": 3}, "3 bits are not supported"),
         (GPTQ | {"checkpoint_format": "marlin"}, "marlin.* minicpm quantize"),
@@ -304,7 +305,7 @@ def test_files_beside_config_json(tmp_path: Path) -> None:
         (RECIPES["awq"].config | {"version": "gemv"}, "version 'gemv'"),
         (RECIPES["awq"].config | {"zero_point": False}, "without zero points"),
         (RECIPES["awq"].config | {"bits": 8}, "8 bits"),
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}, "fp4.*nf4"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "int3"}, "int3.*nf4"),
         (PACKED | {"format": "marlin-24"}, "marlin-24"),
         (PACKED | {"config_groups": {"a": GROUP, "b": GROUP}}, "2 config_groups"),
         (PACKED | {"kv_cache_scheme": {"num_bits": 8}}, "KV cache"),
