@@ -25,6 +25,8 @@ SUPPORTED = (
 BESIDE: Mapping[str, Method] = MappingProxyType({"quantize_config.json": "gptq", "quant_config.json": "awq"})
 
 
+HEAD_MODULE, HEAD_PATTERNS = "lm_head", ("lm_head", "^lm_head$")
+
 # What --gptq-format calls them.
 VERSIONS: Mapping[str, Version] = MappingProxyType({"v1": "gptq", "v2": "gptq_v2"})
 
@@ -34,7 +36,7 @@ class QuantConfig:
     """How the linear layers of a checkpoint are packed; those that the files hold plain are simply plain.
 
     `version`: how GPTQ's files store zero points, None where nothing says it. `head`: whether the head is packed too.
-    `fp4`: bitsandbytes' other table of 16 values in the place of NF4's.
+    `fp4`: bitsandbytes' other table of 16 values in the place of NF4's. `head_bits`: of the head, where they differ.
     """
 
     origin: Path
@@ -43,6 +45,7 @@ class QuantConfig:
     version: Version | None = None
     head: bool = False
     fp4: bool = False
+    head_bits: int | None = None
 
     @classmethod
     def read(cls, folder: Path) -> QuantConfig | None:
@@ -55,6 +58,12 @@ class QuantConfig:
                 raise entry.unsupported(what, f"read are {SUPPORTED}")
             return _READERS[method](entry)
         return None
+
+    def of(self, module: str) -> QuantConfig:
+        """The same for one module, the head being the one that may differ."""
+        if self.head_bits is None or module != HEAD_MODULE:
+            return self
+        return replace(self, scheme=replace(self.scheme, bits=self.head_bits), head_bits=None)
 
     @property
     def name(self) -> str:
@@ -144,8 +153,7 @@ def _gptq(entry: _Entry) -> QuantConfig:
         raise entry.unsupported("marlin, a layout for one GPU kernel,", way_out)
     if stored not in ("", "gptq", "gptq_v2"):
         raise entry.unsupported(f"checkpoint_format {stored!r}", way_out)
-    if entry.raw.get("dynamic"):
-        raise entry.unsupported("dynamic (other settings for some layers)", way_out)
+    head_bits = _dynamic_head(entry, way_out)
     if entry.text("pack_dtype", "int32") != "int32":
         raise entry.unsupported(f"pack_dtype {entry.raw['pack_dtype']!r}", way_out)
     scheme = entry.scheme(
@@ -155,7 +163,21 @@ def _gptq(entry: _Entry) -> QuantConfig:
         act_order=entry.yes("desc_act", False),
     )
     version: Version | None = "gptq_v2" if stored == "gptq_v2" else "gptq" if stored == "gptq" else None
-    return QuantConfig(entry.origin, "gptq", scheme, version, head=entry.yes("lm_head", False))
+    head = entry.yes("lm_head", False)
+    return QuantConfig(entry.origin, "gptq", scheme, version, head=head, head_bits=head_bits if head else None)
+
+
+def _dynamic_head(entry: _Entry, way_out: str) -> int | None:
+    """The bits that `dynamic` gives the head. Layers that it leaves plain ("-:") are plain in the files."""
+    bits = None
+    for pattern, settings in entry.section(entry.raw.get("dynamic") or {}, "dynamic").raw.items():
+        if pattern.startswith("-:"):
+            continue
+        own = entry.section(settings, f"dynamic {pattern!r}")
+        if pattern.removeprefix("+:") not in HEAD_PATTERNS or set(own.raw) != {"bits"}:
+            raise entry.unsupported("dynamic (other settings for some layers)", way_out)
+        bits = own.whole("bits")
+    return bits
 
 
 def _awq(entry: _Entry) -> QuantConfig:

@@ -1,0 +1,132 @@
+"""What a quantization came to, for people and as JSON. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+
+class Quality(Protocol):
+    """Of the quantized model against the original on held-out text; kl in nats, top1 a part of 1."""
+
+    @property
+    def ppl(self) -> float: ...
+    @property
+    def ref_ppl(self) -> float: ...
+    @property
+    def kl(self) -> float: ...
+    @property
+    def top1(self) -> float: ...
+    @property
+    def tokens(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A Quality that was kept."""
+
+    ppl: float
+    ref_ppl: float
+    kl: float
+    top1: float
+    tokens: int
+
+    @classmethod
+    def of(cls, quality: Quality) -> Measured:
+        return cls(quality.ppl, quality.ref_ppl, quality.kl, quality.top1, quality.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerReport:
+    """How a layer fared. `error` is relative: of its output over the calibration tokens, or of its weights where there
+    were none. `note` says what is out of the ordinary."""
+
+    name: str
+    rows: int
+    columns: int
+    error: float
+    tokens: int = 0
+    damp: float | None = None
+    note: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """Bytes, planned and measured, of the device that quantizes and of the host; None where there is no telling."""
+
+    planned: int
+    measured: int | None
+    host_planned: int
+    host_measured: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Sizes in bytes, `seconds` of this run alone; `resumed` blocks came from an earlier one."""
+
+    model: str
+    output: str
+    recipe: str
+    device: str
+    layers: Sequence[LayerReport]
+    calibration: str
+    calibration_tokens: int
+    quality: Measured | None
+    heldout: str
+    source_bytes: int
+    bytes: int
+    bits_per_weight: float
+    seconds: float
+    resumed: int
+    peak: Peak
+    notes: tuple[str, ...] = ()
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def worst(self) -> list[LayerReport]:
+        """Layers by their error, the largest first."""
+        return sorted(self.layers, key=lambda layer: -layer.error)
+
+    def rows(self) -> list[tuple[str, str]]:
+        """The final table."""
+        found = [("model", self.model), ("output", self.output), ("recipe", self.recipe)]
+        if self.calibration_tokens:
+            found.append(("calibration", f"{self.calibration}, {self.calibration_tokens} tokens"))
+        if self.quality is not None:
+            q = self.quality
+            found.append(("perplexity", f"{q.ppl:.3f}, original {q.ref_ppl:.3f} ({self.heldout}, {q.tokens} tokens)"))
+            found.append(("KL to the original", f"{q.kl:.4f} nats a token"))
+            found.append(("top-1 agreement", f"{q.top1:.2%}"))
+        was = _size(self.source_bytes)
+        found.append(("size", f"{_size(self.bytes)}, {self.bits_per_weight:.2f} bits a weight (was {was})"))
+        before = f", {self.resumed} blocks were done before" if self.resumed else ""
+        found.append(("time", f"{self.seconds:.1f} s{before}"))
+        found.append(("peak memory", self._peak()))
+        return found
+
+    def record(self) -> dict[str, Any]:
+        """JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> Report:
+        """The reverse of `record`."""
+        quality = Measured(**record["quality"]) if record["quality"] else None
+        layers = tuple(LayerReport(**layer) for layer in record["layers"])
+        rest = {"quality": quality, "layers": layers, "peak": Peak(**record["peak"]), "notes": tuple(record["notes"])}
+        return cls(**{**record, **rest})
+
+    def _peak(self) -> str:
+        on_device, host = (
+            f"{_size(measured) if measured is not None else 'not measured'} (planned {_size(planned)})"
+            for planned, measured in (
+                (self.peak.planned, self.peak.measured),
+                (self.peak.host_planned, self.peak.host_measured),
+            )
+        )
+        return host if self.device == "cpu" else f"{self.device} {on_device}, host {host}"
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"

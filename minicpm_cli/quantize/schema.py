@@ -1,0 +1,82 @@
+"""What config.json says of quantized weights, in the words of the programs that read them. No torch here."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from minicpm_cli import __version__
+from minicpm_cli.quantize.recipe import Recipe
+
+# GPTQModel reads asymmetric files of version 1 only from writers that are known to handle their zero points: itself
+# from 0.9 on. These files hold no zero point below 1, which is what it wants to be sure of.
+_QUANTIZER, _SAFE_FOR_GPTQMODEL = f"minicpm-cli:{__version__}", "gptqmodel:2.0.0"
+
+
+def quantization_config(recipe: Recipe, plain: Sequence[str], *, head: bool = False) -> dict[str, Any]:
+    """`plain` are the linear layers (names without .weight) that are not quantized; `head`: the output head is."""
+    if recipe.method in ("gptq", "rtn"):
+        return _gptq(recipe, plain, head)
+    if recipe.method == "fp8":
+        return _fp8(plain)
+    return _bitsandbytes(recipe, plain)
+
+
+def _gptq(recipe: Recipe, plain: Sequence[str], head: bool) -> dict[str, Any]:
+    scheme = recipe.scheme
+    quantizers = [_QUANTIZER] if scheme.symmetric else [_QUANTIZER, _SAFE_FOR_GPTQMODEL]
+    config: dict[str, Any] = {
+        "quant_method": "gptq",
+        "bits": scheme.bits,
+        "group_size": scheme.group,
+        "desc_act": scheme.act_order,
+        "sym": scheme.symmetric,
+        "static_groups": False,
+        "true_sequential": True,
+        "damp_percent": recipe.damp,
+        "lm_head": head,
+        "checkpoint_format": "gptq",
+        "pack_dtype": "int32",
+        "meta": {"quantizer": quantizers, "method": recipe.method},
+    }
+    dynamic: dict[str, Any] = {f"-:^{re.escape(name)}$": {} for name in plain}
+    if head and scheme.bits != 8:
+        dynamic["+:^lm_head$"] = {"bits": 8}
+    return config | ({"dynamic": dynamic} if dynamic else {})
+
+
+def _bitsandbytes(recipe: Recipe, plain: Sequence[str]) -> dict[str, Any]:
+    four = recipe.method == "nf4"
+    return {
+        "quant_method": "bitsandbytes",
+        "load_in_4bit": four,
+        "load_in_8bit": not four,
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": False,
+        "bnb_4bit_compute_dtype": "bfloat16",
+        "bnb_4bit_quant_storage": "uint8",
+        "llm_int8_threshold": 6.0,
+        "llm_int8_has_fp16_weight": False,
+        "llm_int8_enable_fp32_cpu_offload": False,
+        "llm_int8_skip_modules": ["lm_head", *plain],
+    }
+
+
+def _fp8(plain: Sequence[str]) -> dict[str, Any]:
+    eight = {"num_bits": 8, "type": "float", "symmetric": True}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": eight | {"strategy": "channel", "dynamic": False},
+                "input_activations": eight | {"strategy": "token", "dynamic": True},
+                "output_activations": None,
+            }
+        },
+        "ignore": ["lm_head", *plain],
+        "kv_cache_scheme": None,
+    }

@@ -1,0 +1,105 @@
+"""From a layer's plain weights to the tensors of its file format, by any of the methods."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from minicpm_cli.errors import WeightsError
+from minicpm_cli.quantize.forms import Packed, from_file, nearest, to_file
+from minicpm_cli.quantize.layers import Group, Layer
+from minicpm_cli.quantize.recipe import Recipe
+from minicpm_cli.quantize.report import LayerReport
+from quant.errors import QuantError
+from quant.gptq import gptq_solve_all
+from quant.hessian import Hessian
+from quant.scheme import Scheme
+
+SEEN_SHARE = 4  # an expert that saw fewer than a quarter as many tokens as it has inputs is rounded to nearest
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """`tensors` are the layer's in the file, by suffix, in host memory; `weight` [N, K] is what they stand for."""
+
+    layer: Layer
+    tensors: dict[str, Tensor]
+    weight: Tensor
+    report: LayerReport
+
+
+def solve(
+    group: Group,
+    weights: Sequence[Tensor],  # each [N, K]
+    hessian: Hessian | None,
+    recipe: Recipe,
+    dtype: torch.dtype,
+) -> list[Solution]:
+    """Quantizes the layers of a group on their weights' device. Raises WeightsError for weights that are not finite."""
+    try:
+        if hessian is not None and not _seldom(group, hessian):
+            return _solved(group, weights, hessian, recipe, dtype)
+        note = f"saw {hessian.tokens} tokens, rounded to nearest" if hessian is not None else None
+        tokens = hessian.tokens if hessian is not None else 0
+        pairs = zip(group.layers, weights, strict=True)
+        return [_rounded(layer, w, recipe.scheme, dtype, tokens, note) for layer, w in pairs]
+    except QuantError as error:
+        raise WeightsError(f"{group.layers[0].name}: {error}") from error
+
+
+def _seldom(group: Group, hessian: Hessian) -> bool:
+    return group.expert and hessian.tokens * SEEN_SHARE < group.columns
+
+
+def _solved(
+    group: Group, weights: Sequence[Tensor], hessian: Hessian, recipe: Recipe, dtype: torch.dtype
+) -> list[Solution]:
+    names = [layer.name for layer in group.layers]
+    found = gptq_solve_all(weights, hessian, recipe.scheme, damp=recipe.damp, names=names)
+    solutions = []
+    for layer, one in zip(group.layers, found, strict=True):
+        note = one.fallback
+        if note is None and one.damp > recipe.damp:
+            note = f"damping raised to {one.damp:g}"
+        report = LayerReport(layer.name, layer.rows, layer.columns, one.error, hessian.tokens, one.damp, note)
+        solutions.append(_solution(layer, one.packed, dtype, report))
+    return solutions
+
+
+def _rounded(
+    layer: Layer, weight: Tensor, scheme: Scheme, dtype: torch.dtype, tokens: int, note: str | None
+) -> Solution:
+    packed = nearest(weight, scheme)
+    error = weight_error(weight, packed.dequantize())
+    report = LayerReport(layer.name, layer.rows, layer.columns, error, tokens, None, note)
+    return _solution(layer, packed, dtype, report)
+
+
+def _solution(layer: Layer, packed: Packed, dtype: torch.dtype, report: LayerReport) -> Solution:
+    if not math.isfinite(report.error):
+        raise WeightsError(f"{layer.name} came out with NaN or infinity; quantize in float32 (--dtype fp32)")
+    return Solution(layer, to_file(packed), packed.dequantize(dtype), report)
+
+
+def rounded(layer: Layer, weight: Tensor, scheme: Scheme) -> Solution:
+    """One layer by its own values alone, the weights in float32."""
+    try:
+        return _rounded(layer, weight, scheme, torch.float32, 0, None)
+    except QuantError as error:
+        raise WeightsError(f"{layer.name}: {error}") from error
+
+
+def restored(tensors: dict[str, Tensor], scheme: Scheme, device: torch.device) -> Tensor:  # [N, K]
+    """The weights that a layer's stored tensors stand for, the same as when they were solved."""
+    weight: Tensor = from_file(tensors, scheme).to(device).dequantize()
+    return weight
+
+
+def weight_error(before: Tensor, after: Tensor) -> float:
+    """Relative to the weights' norm."""
+    norm = before.float().norm()
+    return float((after - before.float()).norm() / norm) if norm > 0 else 0.0

@@ -1,0 +1,97 @@
+"""Hidden states of many rows of tokens, kept off the device between blocks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from minicpm_cli.model.config import ModelConfig
+from minicpm_cli.quantize.block import Layout, Probe, Reached
+from minicpm_cli.quantize.layers import Half
+
+# Tokens that pass a block at once. CPU: 1024 to 4096 are alike for the demo; CUDA: enough to fill the device.
+CPU_TOKENS, CUDA_TOKENS = 2048, 8192
+# Above this many bytes the states of a stream lie in a file.
+LARGEST = 4 << 30
+
+
+class Stream:
+    """The residual stream of R rows of S tokens between two blocks: [R, S, H] in host memory or a mapped file."""
+
+    def __init__(
+        self,
+        cfg: ModelConfig,
+        ids: Tensor,  # [R, S] int64
+        device: torch.device,
+        dtype: torch.dtype,
+        file: Path | None = None,
+    ) -> None:
+        self.ids, self._cfg, self._device, self._dtype = ids, cfg, device, dtype
+        self._states = _room((*ids.shape, cfg.hidden_size), dtype, device, file)
+        self._layouts: dict[int, Layout] = {}
+
+    @property
+    def tokens(self) -> int:
+        return self.ids.numel()
+
+    def start(self, embed: Callable[[Tensor], Tensor]) -> None:
+        """The states before the first block; `embed` maps ids [T] to states [T, H] on any device."""
+        for part in self._parts():
+            self._put(part, embed(self.ids[part].reshape(-1)))
+
+    def look(self, probe: Probe, half: Half) -> None:
+        """Passes the half for its taps' sake alone."""
+        for part in self._parts():
+            try:
+                probe.run(half, self._get(part), self._layout(part))
+            except Reached:
+                continue
+
+    def pass_half(self, probe: Probe, half: Half) -> None:
+        """Moves the states behind the half."""
+        for part in self._parts():
+            self._put(part, probe.run(half, self._get(part), self._layout(part)))
+
+    def row(self, index: int) -> Tensor:  # [S, H] on the device
+        return self._states[index].to(self._device)
+
+    def release(self) -> None:
+        """Scratch on the device goes; the states stay."""
+        self._layouts.clear()
+
+    def _parts(self) -> Iterator[slice]:
+        step = rows_at_once(self._device, self.ids.shape[1])
+        for start in range(0, len(self.ids), step):
+            yield slice(start, min(start + step, len(self.ids)))
+
+    def _get(self, part: slice) -> Tensor:
+        return self._states[part].to(self._device, non_blocking=True).flatten(0, 1)
+
+    def _put(self, part: slice, h: Tensor) -> None:
+        """Without waiting: the host never reads the states, and the device's copies run in their order."""
+        self._states[part].copy_(h.view(self._states[part].shape), non_blocking=True)
+
+    def _layout(self, part: slice) -> Layout:
+        rows = part.stop - part.start
+        if rows not in self._layouts:
+            self._layouts[rows] = Layout.of(self._cfg, rows, self.ids.shape[1], self._device, self._dtype)
+        return self._layouts[rows]
+
+
+def rows_at_once(device: torch.device, length: int) -> int:
+    return max(1, (CPU_TOKENS if device.type == "cpu" else CUDA_TOKENS) // length)
+
+
+def state_bytes(rows: int, length: int, hidden: int, dtype: torch.dtype) -> int:
+    return rows * length * hidden * dtype.itemsize
+
+
+def _room(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, file: Path | None) -> Tensor:
+    count = math.prod(shape)
+    if file is not None and count * dtype.itemsize > LARGEST:
+        return torch.from_file(str(file), shared=True, size=count, dtype=dtype).view(shape)
+    return torch.empty(shape, dtype=dtype, pin_memory=device.type == "cuda")
