@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from quant.pack import GroupInt
+from quant.pack import Packed
 
 
 class Embedding:
     """Rows of a [V, K] table in `dtype`; a packed table is unpacked in float32 for the rows asked."""
 
-    def __init__(self, table: Tensor | GroupInt, device: torch.device, dtype: torch.dtype) -> None:
-        self.table = table.to(device) if isinstance(table, GroupInt) else table.to(device, dtype, copy=True)
+    def __init__(self, table: Tensor | Packed, device: torch.device, dtype: torch.dtype) -> None:
+        self.table = table.to(device, dtype, copy=True) if isinstance(table, Tensor) else table.to(device)
         self.dtype = dtype
 
     @property
@@ -21,6 +21,6 @@ class Embedding:
         return self.table.nbytes
 
     def __call__(self, ids: Tensor) -> Tensor:  # [T] int64 -> [T, K]
-        if isinstance(self.table, GroupInt):
-            return self.table.rows(ids).dequantize(self.dtype)
-        return functional.embedding(ids, self.table)
+        if isinstance(self.table, Tensor):
+            return functional.embedding(ids, self.table)
+        return self.table.rows(ids).dequantize(self.dtype)

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from quant.formats.fp8 import FP8
+from quant.formats.int8 import Int8
+from quant.formats.nf4 import NF4
 
 GGUF_BLOCK_BYTES = {"Q4_0": 18, "Q4_1": 20, "Q8_0": 34}
 GGUF_GROUP = 32
@@ -117,8 +122,10 @@ class GroupInt:
             zero=torch.cat(zeros) if zeros else None,
         )
 
-    def like(self, other: GroupInt) -> bool:
+    def like(self, other: object) -> bool:
         """Whether the two can be joined by `cat`."""
+        if not isinstance(other, GroupInt):
+            return False
         same = self._format == other._format
         if self.order is None or other.order is None:
             return same and self.order is other.order
@@ -142,7 +149,14 @@ def _unsigned(codes: Tensor) -> Tensor:
     return codes.contiguous().view(torch.uint8) ^ 128
 
 
-Packed = GroupInt
+Packed = GroupInt | NF4 | Int8 | FP8
+
+
+def join(parts: Sequence[Packed]) -> Packed:
+    """One matrix out of the rows of several that are `like` each other."""
+    kind: Any = type(parts[0])
+    joined: Packed = parts[0] if len(parts) == 1 else kind.cat(parts)
+    return joined
 
 
 def from_gguf(kind: str, raw: Tensor, shape: tuple[int, int]) -> GroupInt:

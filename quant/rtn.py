@@ -6,21 +6,39 @@ import torch
 from torch import Tensor
 
 from quant.errors import QuantError, SchemeError
-from quant.pack import GroupInt
-from quant.scheme import Scheme
+from quant.formats import fp8, int8, nf4
+from quant.pack import GroupInt, Packed, join
+from quant.scheme import NF4_BLOCK, Scheme
 
 # Weights worked on at once: the temporaries of a chunk stay in the second-level cache.
 CHUNK = 1 << 17
+# Chunks of so many rows are whole blocks of NF4 at any length of rows.
+ROWS = NF4_BLOCK
 LARGEST_HALF = 65504.0
 
 
-def rtn(w: Tensor, scheme: Scheme) -> GroupInt:  # w [N, K], any float type
+def rtn(w: Tensor, scheme: Scheme) -> Packed:  # w [N, K], any float type
     """The nearest quantized weights under `scheme`; its act_order does not matter here."""
     n, k = w.shape
     if not scheme.divides(k):
         raise SchemeError(f"{scheme.name} does not fit rows of {k}: groups must divide them ({_advice(scheme, k)}).")
-    step = max(1, CHUNK // k)
-    return GroupInt.cat([_chunk(w[start : start + step], scheme) for start in range(0, n, step)])
+    step = ROWS * max(1, CHUNK // (k * ROWS))
+    return join([_chunk(w[start : start + step], scheme) for start in range(0, n, step)])
+
+
+def _chunk(w: Tensor, scheme: Scheme) -> Packed:
+    if not bool(torch.isfinite(w).all()):
+        raise QuantError("The weights hold NaN or infinity and cannot be quantized.")
+    match scheme.kind:
+        case "nf4":
+            return nf4.quantize(w)
+        case "int8":
+            return int8.quantize(w)
+        case "fp8":
+            codes, scale = fp8.quantize(w)
+            return fp8.FP8(codes, scale[:, 0])
+        case "int":
+            return _groups(w, scheme)
 
 
 def _advice(scheme: Scheme, k: int) -> str:
@@ -28,12 +46,10 @@ def _advice(scheme: Scheme, k: int) -> str:
     return f"{groups} do" if groups else "none of the usual ones does"
 
 
-def _chunk(w: Tensor, scheme: Scheme) -> GroupInt:
+def _groups(w: Tensor, scheme: Scheme) -> GroupInt:
     n, k = w.shape
     grouped = w.float().reshape(n, -1, scheme.width(k))  # [N, G, group]
     low, high = grouped.aminmax(dim=-1)
-    if not bool(torch.isfinite(low + high).all()):
-        raise QuantError("The weights hold NaN or infinity and cannot be quantized.")
     scale, zero = min_max(low, high, scheme.bits, symmetric=scheme.symmetric)
     codes = (grouped / scale[..., None].float()).round_().add_(zero[..., None]).clamp_(0, 2**scheme.bits - 1)
     kept = None if scheme.symmetric else zero

@@ -78,10 +78,8 @@ class Scheme:
 
     def divides(self, k: int) -> bool:
         """Whether rows of `k` fall into whole groups and, packed, into whole 32-bit words."""
-        if self.kind == "nf4":
-            return k % NF4_BLOCK == 0
         if self.kind != "int":
-            return True
+            return True  # NF4's blocks run across the ends of rows
         return k % self.width(k) == 0 and k * self.bits % 32 == 0
 
     def fitted(self, k: int) -> Scheme:
@@ -89,7 +87,7 @@ class Scheme:
         if self.divides(k):
             return self
         smaller = [g for g in groups_for(k) if g <= self.group]
-        if self.kind != "int" or not smaller:
+        if not smaller:
             raise SchemeError(f"No group of {self.name} divides rows of {k}; leave this layer as it is.")
         return replace(self, group=smaller[-1])
 

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from quant.errors import FormatError
-from quant.formats.words import Tensors, check, check_bits, from_words, grouping, in_input_order, need, to_words
+from quant.formats.tensors import Tensors, check, check_bits, need
+from quant.formats.words import from_words, grouping, in_input_order, to_words
 from quant.pack import GroupInt
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from math import gcd
 
@@ -11,8 +10,6 @@ from torch import Tensor
 
 from quant.errors import FormatError
 from quant.pack import GroupInt, pair_nibbles
-
-Tensors = Mapping[str, Tensor]
 
 
 def to_words(codes: Tensor, bits: int) -> Tensor:  # [R, C] 0..2^bits-1 -> [R, ceil(C * bits / 32)] int32
@@ -28,26 +25,6 @@ def from_words(words: Tensor, bits: int, count: int) -> Tensor:  # [R, W] int32 
     if bits == 4:
         raw = torch.stack((raw & 15, raw >> 4), -1).view(raw.shape[0], -1)
     return raw[:, :count]
-
-
-def need(tensors: Tensors, *names: str) -> list[Tensor]:
-    """The named tensors; FormatError tells which are missing."""
-    missing = [n for n in names if n not in tensors]
-    if missing:
-        raise FormatError(f"Quantized weights lack {', '.join(missing)}; there are {', '.join(sorted(tensors))}.")
-    return [tensors[n] for n in names]
-
-
-def check(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> None:
-    """FormatError unless `tensor` has the shape and type that the others imply."""
-    if tuple(tensor.shape) != shape or dtype not in (None, tensor.dtype):
-        wanted = f"{list(shape)}" + (f" {dtype}" if dtype else "")
-        raise FormatError(f"{name} is {list(tensor.shape)} {tensor.dtype}, expected {wanted}; the files do not match.")
-
-
-def check_bits(bits: int) -> None:
-    if bits not in (4, 8):
-        raise FormatError(f"{bits}-bit weights are not supported, only 4 and 8 bits; use another variant of the model.")
 
 
 @dataclass(frozen=True, slots=True)

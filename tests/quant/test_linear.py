@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from quant.embedding import Embedding
-from quant.linear import DENSE_ROWS, CPUInt4, Dense, Joined, Unpacking, make_linear
+from quant.layers.cpu_int4 import DENSE_ROWS
+from quant.linear import CPUInt4, Dense, Joined, Unpacking, make_linear
 from quant.pack import GroupInt
 from steps import relative_error
 
@@ -33,8 +34,8 @@ def expected(x: Tensor, packed: GroupInt) -> Tensor:
     return x.double() @ packed.dequantize(torch.float64).T
 
 
-@pytest.mark.parametrize("rows", [1, 3, DENSE_ROWS + 5])
-@pytest.mark.parametrize("shape", [(16, 32), (100, 96), (288, 576), (1057, 64)])
+@pytest.mark.parametrize("rows", [1, 3, DENSE_ROWS[8], DENSE_ROWS[4] + 5])
+@pytest.mark.parametrize("shape", [(16, 64), (100, 96), (288, 576), (1057, 64)])
 @pytest.mark.parametrize(("bits", "offset"), [(4, True), (4, False), (8, False)])
 def test_cpu_int4_in_bf16(bits: int, offset: bool, shape: tuple[int, int], rows: int) -> None:
     packed = group_int(bits, *shape, offset=offset)

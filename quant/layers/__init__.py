@@ -1,0 +1,1 @@
+"""Linear layers, one small class a packing; quant.linear chooses among them."""
