@@ -137,8 +137,10 @@ class GroupInt:
 
 
 def pair_nibbles(codes: Tensor) -> Tensor:  # [N, K] 0..15 -> [N, K/2] uint8
-    codes = codes.to(torch.uint8)
-    return codes[:, ::2] | (codes[:, 1::2] << 4)
+    flat = codes.to(torch.uint8).reshape(-1)
+    aligned = flat.clone() if flat.storage_offset() % 2 else flat
+    pairs = aligned.view(torch.int16)
+    return (pairs | (pairs >> 4)).to(torch.uint8).view(codes.shape[0], -1)
 
 
 def _signed(codes: Tensor) -> Tensor:  # 0..255 -> -128..127: the top bit flips

@@ -26,30 +26,39 @@ def rtn(w: Tensor, scheme: Scheme) -> Packed:  # w [N, K], any float type
     return join([_chunk(w[start : start + step], scheme) for start in range(0, n, step)])
 
 
-def _chunk(w: Tensor, scheme: Scheme) -> Packed:
-    if not bool(torch.isfinite(w).all()):
-        raise QuantError("The weights hold NaN or infinity and cannot be quantized.")
-    match scheme.kind:
-        case "nf4":
-            return nf4.quantize(w)
-        case "int8":
-            return int8.quantize(w)
-        case "fp8":
-            codes, scale = fp8.quantize(w)
-            return fp8.FP8(codes, scale[:, 0])
-        case "int":
-            return _groups(w, scheme)
-
-
 def _advice(scheme: Scheme, k: int) -> str:
     groups = ", ".join(map(str, scheme.groups_for(k)))
     return f"{groups} do" if groups else "none of the usual ones does"
 
 
+def _chunk(w: Tensor, scheme: Scheme) -> Packed:
+    match scheme.kind:
+        case "nf4":
+            packed = nf4.quantize(w)
+            _check_finite(packed.scales)
+            return packed
+        case "int8":
+            rows = int8.quantize(w)
+            _check_finite(rows.absmax)
+            return rows
+        case "fp8":
+            codes, scale = fp8.quantize(w)
+            _check_finite(scale)
+            return fp8.FP8(codes, scale[:, 0])
+        case "int":
+            return _groups(w, scheme)
+
+
+def _check_finite(range_or_scale: Tensor) -> None:
+    if not bool(torch.isfinite(range_or_scale).all()):
+        raise QuantError("The weights hold NaN or infinity and cannot be quantized.")
+
+
 def _groups(w: Tensor, scheme: Scheme) -> GroupInt:
     n, k = w.shape
     grouped = w.float().reshape(n, -1, scheme.width(k))  # [N, G, group]
-    low, high = grouped.aminmax(dim=-1)
+    low, high = grouped.amin(-1), grouped.amax(-1)  # aminmax takes eight times as long
+    _check_finite(low + high)
     scale, zero = min_max(low, high, scheme.bits, symmetric=scheme.symmetric)
     codes = (grouped / scale[..., None].float()).round_().add_(zero[..., None]).clamp_(0, 2**scheme.bits - 1)
     kept = None if scheme.symmetric else zero

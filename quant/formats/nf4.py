@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from quant.errors import FormatError
-from quant.formats.nf4_tables import TABLES, nearest, nested_table, table_of
+from quant.formats.nf4_tables import TABLES, nearest, nearest_nf4, nested_table, table_of
 from quant.formats.tensors import Tensors, need
 
 BLOCK = 64
@@ -118,7 +118,8 @@ def quantize(w: Tensor, *, kind: str = "nf4", nested: bool = False) -> NF4:  # w
     scaled = (blocks * divisor.reciprocal()).clamp_(-1, 1)
     if n * k % BLOCK:  # it divides in a shorter last block
         scaled[-1] = (blocks[-1] / divisor[-1]).clamp_(-1, 1)
-    codes = nearest(table_of(kind).to(w.device), scaled.flatten()[: n * k + n * k % 2]).view(-1, 2)
+    scaled = scaled.flatten()[: n * k + n * k % 2]
+    codes = (nearest_nf4(scaled) if kind == "nf4" else nearest(table_of(kind).to(w.device), scaled)).view(-1, 2)
     packed = (codes[:, :1] << 4) | codes[:, 1:]
     return NF4(packed, nest(absmax) if nested else absmax, (n, k), BLOCK, kind, w.dtype)
 

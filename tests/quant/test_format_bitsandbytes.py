@@ -12,6 +12,7 @@ from torch import Tensor
 
 from quant.errors import FormatError
 from quant.formats import int8, nf4
+from quant.formats.nf4_tables import nearest, nearest_nf4, table_of
 from steps import relative_error
 
 SHAPES = [(64, 64), (48, 96), (288, 576), (577, 128), (7, 10), (3, 33)]
@@ -65,6 +66,15 @@ def test_a_last_block_that_is_shorter() -> None:
     w = weights(7, 10, torch.float32)
     tensors, _ = theirs(w, "nf4")
     assert relative_error(nf4.unpack(tensors).dequantize(), w.double()) < 0.11
+
+
+def test_the_quick_search_of_nf4_is_the_plain_one() -> None:
+    table = table_of("nf4")
+    middles = (table[1:] + table[:-1]) / 2
+    close = torch.cat([t.nextafter(torch.tensor(end)) for t in (middles, table) for end in (-1.0, 1.0)])
+    edges = torch.arange(-16, 17) / 16
+    values = torch.cat((table, middles, close, edges, torch.linspace(-1, 1, 100_001)))
+    assert torch.equal(nearest_nf4(values), nearest(table, values))
 
 
 def test_nested_scales() -> None:

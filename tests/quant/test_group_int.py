@@ -79,6 +79,13 @@ def test_unsigned_codes_there_and_back(bits: int) -> None:
     assert same(GroupInt.from_unsigned(bits, 16, codes, packed.scale, zero), packed)
 
 
+@pytest.mark.parametrize("part", [slice(1, 17), slice(2, 18)])
+def test_codes_may_be_a_view_into_others(part: slice) -> None:
+    codes = torch.randint(0, 16, (1, 20), dtype=torch.uint8)
+    packed = GroupInt.from_unsigned(4, 16, codes[:, part], torch.ones(1, 1), torch.zeros(1, 1))
+    assert torch.equal(packed.dequantize(), codes[:, part].float())
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 def test_no_zero_points_are_the_middle(bits: int) -> None:
     codes = torch.randint(0, 2**bits, (4, 32))
