@@ -34,9 +34,8 @@ def _advice(scheme: Scheme, k: int) -> str:
 def _chunk(w: Tensor, scheme: Scheme) -> Packed:
     match scheme.kind:
         case "nf4":
-            packed = nf4.quantize(w)
-            _check_finite(packed.scales)
-            return packed
+            _check_finite(w.abs().amax())
+            return nf4.quantize(w)
         case "int8":
             rows = int8.quantize(w)
             _check_finite(rows.absmax)
