@@ -96,7 +96,7 @@ def markdown_table(rows: Sequence[Row], workloads: Sequence[str]) -> str:
     columns = [w for w in workloads if w in units]
     lines: dict[tuple[str, ...], dict[str, str]] = {}
     for row in latest(rows):
-        key = (*_line_key(row.setting), _versions(row.setting), row.setting.date)
+        key = (*_line_key(row.setting), versions_text(row.setting), row.setting.date)
         lines.setdefault(key, {})[row.workload] = _cell(row)
     head = ["device", "model", "scheme", "engine", *(f"{w} ({units[w]})" for w in columns), "versions", "date"]
     table = [head, [":--"] * 4 + ["--:"] * len(columns) + [":--"] * 2]
@@ -113,6 +113,6 @@ def _cell(row: Row) -> str:
     return f"{value} ({_rounded(min(row.runs)):,g} to {_rounded(max(row.runs)):,g})"
 
 
-def _versions(setting: Setting) -> str:
+def versions_text(setting: Setting) -> str:
     driver = [f"driver {setting.driver}"] if setting.driver else []
     return ", ".join([f"{name} {version}" for name, version in setting.versions.items()] + driver)

@@ -7,6 +7,7 @@ import time
 from minicpm_cli.chat.terminal import Terminal
 
 _REDRAW_SECONDS = 0.1
+_QUIET_SECONDS = 2.0  # what takes less needs no estimate
 _WIDTH = 24
 _ERASE = "\r\x1b[2K"
 
@@ -50,9 +51,17 @@ class ProgressLine:
         filled = min(_WIDTH, _WIDTH * done // total)
         bar = f" [{'#' * filled}{'.' * (_WIDTH - filled)}]"
         if unit != "bytes":
-            return f"{bar} {done}/{total} {unit}"
+            return f"{bar} {done}/{total} {unit}{self._left(done, total, now)}"
         rate = done / (now - self._begun) if now > self._begun else 0.0
         return f"{bar} {_bytes(done)} of {_bytes(total)}" + (f", {_bytes(rate)}/s" if rate else "")
+
+    def _left(self, done: int, total: int, now: float) -> str:
+        """How long it will still take, once that can be told and is worth telling."""
+        elapsed = now - self._begun
+        if not done or elapsed < _QUIET_SECONDS:
+            return ""
+        minutes, seconds = divmod(round(elapsed * (total - done) / done), 60)
+        return f", {minutes}:{seconds:02} left"
 
     def _erase(self) -> None:
         if self._drawn:

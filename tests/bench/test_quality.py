@@ -68,7 +68,7 @@ def textbook(model: transformers.LlamaForCausalLM, size: int, stride: int) -> tu
     return float(torch.tensor(nll / count).exp()), count
 
 
-@pytest.mark.parametrize(("size", "stride"), [(64, 64), (64, 32), (64, 7), (50, 1), (400, 100), (100, 100)])
+@pytest.mark.parametrize(("size", "stride"), [(64, 64), (64, 32), (64, 7), (50, 5), (400, 100), (100, 100)])
 def test_perplexity_is_the_textbooks(
     decoders: list[Decoder], llama: transformers.LlamaForCausalLM, size: int, stride: int
 ) -> None:
@@ -178,16 +178,26 @@ def test_a_remembered_model_keeps_no_block(decoders: list[Decoder]) -> None:
 
 
 class Scripted:
-    """A predictor whose logits are given."""
+    """A predictor whose logits are given; `asked` are the rows of each call."""
 
     def __init__(self, logits: Tensor) -> None:
         self.given, self.vocab = logits, logits.shape[-1]
+        self.asked: list[int] = []
 
     def states(self, window: Window) -> Tensor:
         return self.given
 
     def logits(self, states: Tensor) -> Tensor:
+        self.asked.append(len(states))
         return states
+
+
+def test_logits_come_in_chunks_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert quality.LOGIT_BYTES == 64 * 2**20
+    monkeypatch.setattr(quality, "LOGIT_BYTES", 4 * 10 * 3 + 1)
+    model = Scripted(torch.zeros(8, 10))
+    assert perplexity(model, [Window(tuple(range(9)))]).tokens == 8
+    assert model.asked == [3, 3, 2]
 
 
 def test_other_vocabularies_are_refused() -> None:

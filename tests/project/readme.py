@@ -8,11 +8,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 ROWS = ROOT / ".bench" / "rows.jsonl"
+QUALITY = ROOT / ".bench" / "quality.jsonl"
 
 
 def blocks() -> dict[str, str]:
     """What belongs between `<!-- name... -->` and `<!-- /name -->`."""
-    return {"commands": commands(), "benchmarks": benchmarks()}
+    return {"commands": commands(), "benchmarks": benchmarks(), "quality": quality()}
 
 
 def commands() -> str:
@@ -38,6 +39,14 @@ def benchmarks() -> str:
 
     rows = read_rows(ROWS.read_text(encoding="utf-8")) if ROWS.is_file() else []
     return markdown_table(rows, CHOICES) if rows else "No rows yet."
+
+
+def quality() -> str:
+    """The table of the stored quality rows."""
+    from minicpm_cli.bench.quality_rows import quality_table, read_quality
+
+    rows = read_quality(QUALITY.read_text(encoding="utf-8")) if QUALITY.is_file() else []
+    return quality_table(rows) if rows else "No rows yet."
 
 
 def filled(text: str, content: dict[str, str]) -> str:
