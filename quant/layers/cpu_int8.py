@@ -11,13 +11,16 @@ from torch.nn import functional
 DENSE_ROWS = 32
 # Rows that are no multiple of this crash torch's 8-bit product (2.13 reads past their ends).
 STEP = 32
+# So do codes that begin at any other address, as they may in a mapped file.
+ALIGNMENT = 64
 
 
 class CPUInt8:
     """Through torch's weight-only 8-bit product with bf16 activations, which stay as they are: no outliers to treat."""
 
     def __init__(self, codes: Tensor, scale: Tensor) -> None:  # [N, K] int8, [N]
-        self.codes, self.scale = codes, scale.bfloat16()
+        self.codes = codes if codes.data_ptr() % ALIGNMENT == 0 else codes.clone()
+        self.scale = scale.bfloat16()
         self.out_features = codes.shape[0]
 
     @property

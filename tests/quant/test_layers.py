@@ -119,6 +119,13 @@ def test_unpacking_with_an_order_as_on_a_gpu() -> None:
     assert error(Unpacking(packed, torch.float32), packed, 3, torch.float32) < 1e-6
 
 
+@pytest.mark.parametrize("start", [1, 24])
+def test_int8_codes_at_any_address_of_a_mapped_file(start: int) -> None:
+    packed = int8.quantize(weights(192, 256))
+    codes = torch.empty(packed.codes.numel() + start, dtype=torch.int8)[start:].view(192, 256).copy_(packed.codes)
+    assert error(make_linear([int8.Int8(codes, packed.absmax)], CPU, BF16), packed, 24) < BF16_ERROR
+
+
 @pytest.mark.parametrize("rows", [1, 3, 300])
 @pytest.mark.parametrize("shape", [(288, 576), (577, 64), (1056, 97), (40, 48)])
 def test_int8_on_the_cpu(shape: tuple[int, int], rows: int) -> None:
