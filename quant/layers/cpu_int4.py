@@ -85,10 +85,12 @@ def _unsigned_nibbles(packed: GroupInt) -> Tensor:  # [N, K] or [N, 2K] int32, 0
 
 
 def _scale_zero(packed: GroupInt) -> Tensor:  # [K/group, N, 2] bf16
-    scale = packed.scale.bfloat16().float()
-    zero = 8 * scale if packed.zero is None else (8 - packed.zero.float()) * scale
+    scale, middle = packed.scale.float(), 8.0 if packed.zero is None else 8 - packed.zero.float()
+    if packed.offset is None:  # a multiple of the scale as it will be, so that code = zero gives 0
+        scale = scale.bfloat16().float()
+    zero = scale * middle
     if packed.offset is not None:
-        zero = zero + packed.offset.float()
+        zero += packed.offset.float()
     if packed.bits == 8:
         # bf16 would round a large zero to a quarter of a step: the high half takes what the low half's bf16 leaves.
         rest = zero - zero.bfloat16().float()
