@@ -136,8 +136,8 @@ def test_several_matrices_are_as_each_alone() -> None:
 def test_dead_channels_disturb_nobody(act_order: bool) -> None:
     x, w = inputs(500, 64), weights(8, 64)
     x[:, [0, 17, 63]] = 0
-    solved = gptq_solve(w, hessian_of(x), scheme(act_order=act_order))
-    assert solved.damp == 0.01
+    solved = gptq_solve(w, hessian_of(x), scheme(act_order=act_order), damp=0.0)
+    assert solved.damp == 0  # the others needed none
     assert solved.error < 0.1
     assert (solved.packed.dequantize() - w)[:, [0, 17, 63]].abs().max() < 0.5  # rounded, not dropped
 
