@@ -2,28 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from quant.formats import gptq
+from quant.formats import fp8, gptq, int8, nf4
+from quant.formats.int8 import Int8
+from quant.formats.nf4 import NF4
+from quant.pack import GroupInt, Packed
 from quant.rtn import rtn
 from quant.scheme import Scheme
 
-Packed = Any  # GroupInt, NF4, Int8 or FP8: each has `dequantize` and `to`
 GPTQ_VERSION: gptq.Version = "gptq"
+COMPUTED = torch.bfloat16  # what bitsandbytes is told to compute in
 
 
-def nearest(weight: Tensor, scheme: Scheme) -> Packed:
-    return rtn(weight, scheme)
+def nearest(weight: Tensor, scheme: Scheme) -> Packed:  # [N, K]
+    """Rounded by its own values alone."""
+    packed = rtn(weight, scheme)
+    return replace(packed, dtype=COMPUTED) if isinstance(packed, NF4) else packed
 
 
 def to_file(packed: Packed) -> dict[str, Tensor]:
-    """A layer's tensors by the ends of their names, in host memory."""
-    return gptq.pack(packed.to(torch.device("cpu")), GPTQ_VERSION)
+    """A layer's tensors by the ends of their names, in host memory. Raises FormatError."""
+    packed = packed.to(torch.device("cpu"))
+    if isinstance(packed, GroupInt):
+        return gptq.pack(packed, GPTQ_VERSION)
+    if isinstance(packed, NF4):
+        return nf4.pack(packed)
+    return int8.pack(packed) if isinstance(packed, Int8) else fp8.pack(packed)
 
 
-def from_file(tensors: Mapping[str, Tensor], scheme: Scheme) -> Packed:
-    return gptq.unpack(dict(tensors), scheme.bits, scheme.group, scheme.symmetric, GPTQ_VERSION)
+def from_file(tensors: dict[str, Tensor], scheme: Scheme) -> Packed:
+    """What `to_file` was given. Raises FormatError."""
+    if scheme.kind == "int":
+        return gptq.unpack(tensors, scheme.bits, scheme.group, scheme.symmetric, GPTQ_VERSION)
+    if scheme.kind == "nf4":
+        return nf4.unpack(tensors)
+    return int8.unpack(tensors) if scheme.kind == "int8" else fp8.unpack(tensors)

@@ -101,8 +101,8 @@ def quantize(job: Job, listen: Listen) -> Report:
         _check_room(planned)
     source_config = companions.source_config(job.path)
     check_tensors(job.path, job.cfg)
-    work.open(job.manifest(), fresh=job.fresh)
     try:
+        work.open(job.manifest(), fresh=job.fresh)
         record = output.ready(work)
         if record is None:
             record = dict(_make(job, planned, work, source_config, listen))

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from minicpm_cli.errors import WeightsError
-from minicpm_cli.quantize.forms import Packed, from_file, nearest, to_file
+from minicpm_cli.quantize.forms import from_file, nearest, to_file
 from minicpm_cli.quantize.layers import Group, Layer
 from minicpm_cli.quantize.recipe import Recipe
 from minicpm_cli.quantize.report import LayerReport
 from quant.errors import QuantError
 from quant.gptq import gptq_solve_all
 from quant.hessian import Hessian
+from quant.pack import Packed
 from quant.scheme import Scheme
 
 SEEN_SHARE = 4  # an expert that saw fewer than a quarter as many tokens as it has inputs is rounded to nearest

@@ -18,8 +18,10 @@ from steps import all_logits, decoder_of, relative_error
 FAMILIES = ("minicpm-2b", "minicpm3-4b", "minicpm-moe-8x2b", "minicpm5-1b")
 
 
-@pytest.mark.parametrize("method", ["gptq", "rtn"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "method"),
+    [(family, "gptq") for family in FAMILIES] + [("minicpm3-4b", m) for m in ("rtn", "nf4", "int8", "fp8")],
+)
 def test_the_folder_loads_again_and_computes_with_the_dequantized_weights(
     tmp_path: Path, family: str, method: str
 ) -> None:
