@@ -15,6 +15,8 @@ from quant.formats.nf4 import NF4
 
 GGUF_BLOCK_BYTES = {"Q4_0": 18, "Q4_1": 20, "Q8_0": 34}
 GGUF_GROUP = 32
+# Weights unpacked at once on the CPU: larger chunks are no faster, and take 4 bytes a weight for a while.
+CHUNK = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,14 +96,27 @@ class GroupInt:
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:  # [N, K]
         """The weights in the order of the inputs, computed in float32 and rounded once to `dtype`."""
         n, k = self.shape
-        w = self.integers().view(n, -1, self.group).float()
+        if self.codes.device.type == "cpu" and n * k > CHUNK:
+            w = torch.empty(n, k, dtype=dtype)
+            step = max(1, CHUNK // k)
+            for start in range(0, n, step):
+                w[start : start + step] = self.rows(slice(start, start + step))._plain()
+        else:
+            w = self._plain().to(dtype)
+        return w if self.order is None else w[:, self.order.argsort()]
+
+    def _plain(self) -> Tensor:  # [N, K] float32, columns as stored
+        if self.bits == 8:
+            codes = self.codes.float()
+        else:
+            codes = _nibble_pairs(self.codes.device).index_select(0, self.codes.flatten().int()).view(torch.float32)
+        w = codes.view(self.codes.shape[0], -1, self.group)
         if self.zero is not None:
             w -= self.zero[..., None]
         w *= self.scale[..., None].float()
         if self.offset is not None:
             w += self.offset[..., None].float()
-        w = w.view(n, k).to(dtype)
-        return w if self.order is None else w[:, self.order.argsort()]
+        return w.view(self.shape)
 
     def regrouped(self, group: int) -> GroupInt:
         """The same weights in smaller groups, which divide the present ones."""
@@ -143,6 +158,11 @@ def pair_nibbles(codes: Tensor) -> Tensor:  # [N, K] 0..15 -> [N, K/2] uint8
     return (pairs | (pairs >> 4)).to(torch.uint8).view(codes.shape[0], -1)
 
 
+def _nibble_pairs(device: torch.device) -> Tensor:  # [256] int64: the two float32 values of a byte's halves
+    byte = torch.arange(256, device=device)
+    return torch.stack((byte & 15, byte >> 4), -1).float().view(torch.int64)[:, 0]
+
+
 def _signed(codes: Tensor) -> Tensor:  # 0..255 -> -128..127: the top bit flips
     return (codes.to(torch.uint8) ^ 128).view(torch.int8)
 
@@ -174,7 +194,8 @@ def from_gguf(kind: str, raw: Tensor, shape: tuple[int, int]) -> GroupInt:
         return GroupInt(8, GGUF_GROUP, blocks[..., 2:].contiguous().view(torch.int8).view(n, k), scale, None)
     if kind == "Q4_1":
         return GroupInt(4, GGUF_GROUP, _interleave(blocks[..., 4:], n, k), scale, _half(blocks[..., 2:4]))
-    return GroupInt(4, GGUF_GROUP, _interleave(blocks[..., 2:], n, k), scale, scale * -8)
+    middle = torch.full_like(scale, 8, dtype=torch.uint8)
+    return GroupInt(4, GGUF_GROUP, _interleave(blocks[..., 2:], n, k), scale, None, middle)
 
 
 def _half(raw: Tensor) -> Tensor:
