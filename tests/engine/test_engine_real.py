@@ -11,6 +11,7 @@ from engine_cases import answers, prompt, request, run_checked
 
 from checkpoints import write_checkpoint
 from minicpm_cli.engine.engine import Engine, EngineConfig
+from minicpm_cli.kernels.batch import ForwardBatch
 from minicpm_cli.model.config import ModelConfig
 from minicpm_cli.model.decoder import Decoder
 from minicpm_cli.model.kv import KVCache
@@ -53,6 +54,42 @@ def test_greedy_is_what_whole_forward_passes_say(decoder: Decoder) -> None:
         for _ in range(2):  # the second time on cached pages
             assert answers(run_checked(engine, requests)) == want, options
         assert engine.stats.cached_tokens or engine.stats.preemptions, options
+
+
+LONGEST = -(-(17 + 9) // 4)  # pages of the longest of the requests below; one more is the dummy
+WAYS = {
+    "alone": {"max_seqs": 1},
+    "batched": {},
+    "chunked": {"max_batch_tokens": 5},
+    "preempted": {"pages": LONGEST + 1 + 5},
+    "prefix-hit": {},
+    "no page to spare": {"pages": LONGEST + 1},
+    "one page to spare": {"pages": LONGEST + 1 + 1},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_same_greedy_tokens_whichever_way(decoder: Decoder, way: str) -> None:
+    requests = [request(f"r{i}", prompt(5 + 4 * i, i), GREEDY) for i in range(4)]
+    want = {r.id: argmaxes(decoder, r.prompt) for r in requests}
+    engine = engine_over(decoder, **WAYS[way])
+    forward, sizes = engine.runner.forward_step, list[tuple[int, ...]]()
+
+    def watched(batch: ForwardBatch, kv: KVCache) -> torch.Tensor:
+        sizes.append(batch.q_lens)
+        return forward(batch, kv)
+
+    engine.runner.forward_step = watched
+    for _ in range(2 if way == "prefix-hit" else 1):
+        assert answers(run_checked(engine, requests)) == want
+    happened = {
+        "alone": max(map(len, sizes)) == 1,
+        "batched": max(map(len, sizes)) == 4,
+        "chunked": max(map(sum, sizes)) == 5,
+        "preempted": engine.stats.preemptions > 0,
+        "prefix-hit": engine.stats.cached_tokens >= 4 * (1 + 2 + 3 + 4),
+    }
+    assert happened.get(way, engine.stats.peak_pages_held >= LONGEST)  # the small pools are filled
 
 
 def test_sampled_alone_and_together(decoder: Decoder) -> None:
