@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from checkpoints import checkpoint_config, is_tied, state_dict, write_checkpoint, write_weights
-from quant.formats import awq, compressed, gptq
-from quant.pack import GroupInt
+from quant.formats import awq, compressed, fp8, gptq, int8, nf4
+from quant.pack import Packed
 from quant.rtn import rtn
 from quant.scheme import Scheme
 
-Pack = Callable[[GroupInt], dict[str, Tensor]]
+Pack = Callable[[Any], dict[str, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,31 @@ def _gptq(bits: int, group: int, version: str = "gptq", *, head: bool = False, *
 def _awq(group: int) -> Recipe:
     config = {"quant_method": "awq", "bits": 4, "group_size": group, "version": "gemm", "zero_point": True}
     return Recipe(Scheme("int", 4, group, symmetric=False), config, awq.pack)
+
+
+def _bitsandbytes(kind: str) -> Recipe:
+    four = {
+        "load_in_4bit": True,
+        "load_in_8bit": False,
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": True,
+    }
+    eight = {"load_in_4bit": False, "load_in_8bit": True, "llm_int8_threshold": 6.0}
+    config = {"quant_method": "bitsandbytes", **(four if kind == "nf4" else eight)}
+    return Recipe(Scheme(kind), config, nf4.pack if kind == "nf4" else int8.pack)  # type: ignore[arg-type]
+
+
+def _fp8() -> Recipe:
+    weights = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False}
+    inputs = {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True}
+    config = {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs}},
+        "ignore": ["lm_head"],
+    }
+    return Recipe(Scheme("fp8"), config, fp8.pack)
 
 
 def _compressed(bits: int, group: int, **scheme: bool) -> Recipe:
@@ -88,6 +113,9 @@ RECIPES = {
     "packed-4": _compressed(4, 32),
     "packed-8-row": _compressed(8, -1),
     "packed-asym-order": _compressed(4, 32, symmetric=False, act_order=True),
+    "nf4": _bitsandbytes("nf4"),
+    "int8": _bitsandbytes("int8"),
+    "fp8": _fp8(),
 }
 
 
@@ -96,12 +124,12 @@ def is_linear(name: str, shape: tuple[int, ...]) -> bool:
     return len(shape) == 2 and name.startswith("model.layers.") and not name.endswith("mlp.gate.weight")
 
 
-def quantized(weight: Tensor, scheme: Scheme) -> GroupInt:
+def quantized(weight: Tensor, scheme: Scheme) -> Packed:
     """Rounded to nearest; with act-order the columns come in an order drawn from the size."""
     if not scheme.act_order:
         return rtn(weight, scheme)
     order = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(weight.shape[1]))
-    return replace(rtn(weight[:, order], scheme), order=order)
+    return replace(rtn(weight[:, order], scheme), order=order)  # type: ignore[call-arg]
 
 
 def quantized_state(

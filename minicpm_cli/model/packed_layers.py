@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -11,9 +12,9 @@ from torch import Tensor
 
 from minicpm_cli.model.quant_config import Method, QuantConfig
 from quant.errors import FormatError
-from quant.formats import awq, compressed, gptq
+from quant.formats import awq, compressed, fp8, gptq, int8, nf4
 from quant.pack import Packed
-from quant.scheme import Kind, Scheme
+from quant.scheme import Scheme
 
 Shape = tuple[int, ...]
 WORD = 32  # bits of the integers that codes are packed in
@@ -153,18 +154,88 @@ def _packed_shape(raw: Callable[[str], Tensor], scheme: Scheme) -> Shape:
     return tuple(raw("weight_shape").tolist())
 
 
-LAYOUTS: Mapping[tuple[Method, Kind], Layout] = MappingProxyType(
+# ---- bitsandbytes: the flat matrix in blocks with a table of 16 values, or rows of int8
+
+
+def _nf4_parts(kind: str) -> Callable[[int, int, Scheme], Sequence[Part]]:
+    bytes_or_floats = (torch.uint8, torch.float32)
+
+    def parts(n: int, k: int, scheme: Scheme) -> list[Part]:
+        return [
+            Part("weight", (torch.uint8, *HALVES)),  # `bnb_4bit_quant_storage` only names another view of the bytes
+            Part("weight.absmax", bytes_or_floats),
+            Part("weight.quant_map", (torch.float32,), optional=True),
+            Part("weight.nested_absmax", (torch.float32,), optional=True),
+            Part("weight.nested_quant_map", (torch.float32,), optional=True),
+            Part(f"{nf4.STATE}{kind}", (torch.uint8,)),
+        ]
+
+    return parts
+
+
+def _nf4(kind: str) -> Layout:
+    parts, state = _nf4_parts(kind), f"{nf4.STATE}{kind}"
+    endings = tuple(part.ending for part in parts(0, 0, Scheme("nf4")))
+    return Layout(
+        f".{state}",
+        endings,
+        parts,
+        lambda tensors, shape, config: nf4.unpack(tensors),
+        lambda raw, scheme: tuple(json.loads(bytes(raw(state).tolist()))["shape"]),
+    )
+
+
+def _int8_parts(n: int, k: int, scheme: Scheme) -> list[Part]:
+    return [
+        Part("weight", (torch.int8,), (n, k)),
+        Part("SCB", HALVES, (n,)),
+        Part("weight_format", (torch.uint8,), optional=True),
+    ]
+
+
+def _fp8_parts(n: int, k: int, scheme: Scheme) -> list[Part]:
+    return [
+        Part("weight", (torch.float8_e4m3fn,), (n, k)),
+        Part("weight_scale", HALVES, (n, 1), also=((n,), (1,), ())),
+    ]
+
+
+_FP8 = Layout(
+    ".weight_scale",
+    ("weight", "weight_scale"),
+    _fp8_parts,
+    lambda tensors, shape, config: fp8.unpack(tensors),
+    lambda raw, scheme: tuple(raw("weight").shape),
+)
+_INT8 = Layout(
+    ".SCB",
+    ("weight", "SCB", "weight_format"),
+    _int8_parts,
+    lambda tensors, shape, config: int8.unpack(tensors),
+    lambda raw, scheme: tuple(raw("weight").shape),
+)
+_GPTQ = Layout(".qweight", ("qweight", "qzeros", "scales", "g_idx"), _gptq_parts, _gptq_unpack, _gptq_shape)
+_AWQ = Layout(".qweight", ("qweight", "qzeros", "scales"), _awq_parts, _awq_unpack, _awq_shape)
+_PACKED = Layout(
+    ".weight_packed",
+    ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx"),
+    _packed_parts,
+    _packed_unpack,
+    _packed_shape,
+)
+_LAYOUTS: Mapping[tuple[Method, str], Layout] = MappingProxyType(
     {
-        ("gptq", "int"): Layout(
-            ".qweight", ("qweight", "qzeros", "scales", "g_idx"), _gptq_parts, _gptq_unpack, _gptq_shape
-        ),
-        ("awq", "int"): Layout(".qweight", ("qweight", "qzeros", "scales"), _awq_parts, _awq_unpack, _awq_shape),
-        ("compressed-tensors", "int"): Layout(
-            ".weight_packed",
-            ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx"),
-            _packed_parts,
-            _packed_unpack,
-            _packed_shape,
-        ),
+        ("gptq", "int"): _GPTQ,
+        ("awq", "int"): _AWQ,
+        ("compressed-tensors", "int"): _PACKED,
+        ("compressed-tensors", "fp8"): _FP8,
+        ("fp8", "fp8"): _FP8,
+        ("bitsandbytes", "int8"): _INT8,
+        ("bitsandbytes", "nf4"): _nf4("nf4"),
+        ("bitsandbytes", "fp4"): _nf4("fp4"),
     }
 )
+
+
+def layout_of(config: QuantConfig) -> Layout:
+    return _LAYOUTS[config.method, "fp4" if config.fp4 else config.scheme.kind]

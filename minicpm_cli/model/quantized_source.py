@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from minicpm_cli.errors import WeightsError
-from minicpm_cli.model.packed_layers import LAYOUTS, Layout, Part
+from minicpm_cli.model.packed_layers import Layout, Part, layout_of
 from minicpm_cli.model.quant_config import QuantConfig
 from quant.errors import QuantError
 from quant.pack import Packed
@@ -41,7 +41,7 @@ class QuantizedSource:
 
     def __init__(self, inner: FileSource, config: QuantConfig) -> None:
         self._inner, self._config = inner, config
-        self._layout: Layout = LAYOUTS[config.method, config.scheme.kind]
+        self._layout: Layout = layout_of(config)
         mark = self._layout.mark
         self._modules = {n.removesuffix(mark) for n in inner.names() if n.endswith(mark)}
         if "weight" not in self._layout.endings:
@@ -65,16 +65,18 @@ class QuantizedSource:
         module = _module(name)
         if module not in self._modules:
             return self._inner.shape(name)
-        return self._layout.shape(lambda ending: self._inner.raw(f"{module}.{ending}"), self._config.scheme)
+        scheme = self._config.of(module).scheme
+        return self._layout.shape(lambda ending: self._inner.raw(f"{module}.{ending}"), scheme)
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor | Packed:
         module = _module(name)
         if module not in self._modules:
             return self._inner.take(name, shape)
         n, k = shape
-        layer = _Layer(self._inner, self._config, module, (n, k))
+        config = self._config.of(module)
+        layer = _Layer(self._inner, config, module, (n, k))
         layer.check_bias()
-        tensors = {part.ending: layer.part(part) for part in self._layout.parts(n, k, self._config.scheme)}
+        tensors = {part.ending: layer.part(part) for part in self._layout.parts(n, k, config.scheme)}
         return layer.unpacked(self._layout, {ending: t for ending, t in tensors.items() if t is not None})
 
     def ignore(self, name: str) -> None:
@@ -112,10 +114,16 @@ class _Layer:
         return tensor
 
     def unpacked(self, layout: Layout, tensors: dict[str, Tensor]) -> Packed:
+        ending = layout.mark.removeprefix(".")
         try:
-            return layout.unpack(tensors, self.shape, self.config)
+            packed = layout.unpack(tensors, self.shape, self.config)
         except QuantError as error:
-            raise self._wrong(layout.mark.removeprefix("."), f"cannot be unpacked: {error}") from error
+            raise self._wrong(ending, f"cannot be unpacked: {error}") from error
+        if packed.shape != self.shape:
+            raise self._wrong(
+                ending, f"is of a matrix {list(packed.shape)}, expected {list(self.shape)} by config.json"
+            )
+        return packed
 
     def check_bias(self) -> None:
         """Quantizers write biases of zeros where the model has none."""

@@ -35,3 +35,9 @@ def logits_error(folder: Path, meant: dict[str, torch.Tensor], dtype: torch.dtyp
 def test_logits_are_those_of_the_dequantized_weights(tmp_path: Path, family: str, name: str) -> None:
     meant = write_quantized(tmp_path, family, RECIPES[name])
     assert logits_error(tmp_path, meant) < 1e-5
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_bf16_is_as_near_as_bf16_is(tmp_path: Path, name: str) -> None:
+    meant = write_quantized(tmp_path, "minicpm5-1b", RECIPES[name])
+    assert logits_error(tmp_path, meant, torch.bfloat16) < 0.02

@@ -300,7 +300,7 @@ def test_files_beside_config_json(tmp_path: Path) -> None:
         (GPTQ | {"checkpoint_format": "marlin"}, "marlin.* minicpm quantize"),
         (GPTQ | {"is_marlin_format": True}, "marlin"),
         (GPTQ | {"checkpoint_format": "bitblas"}, "'bitblas'"),
-        (GPTQ | {"dynamic": {"-:.*down": {}}}, "dynamic"),
+        (GPTQ | {"dynamic": {"+:.*down": {"bits": 8}}}, "dynamic"),
         (GPTQ | {"pack_dtype": "int16"}, "int16"),
         (RECIPES["awq"].config | {"version": "gemv"}, "version 'gemv'"),
         (RECIPES["awq"].config | {"zero_point": False}, "without zero points"),
