@@ -15,6 +15,7 @@ from minicpm_cli.batch.scan import Scan
 from minicpm_cli.errors import UsageError
 
 _FORMAT = 1
+_SHOWN = 3  # of a model's changed files
 _REMEDY = "Use the old settings, give another OUT, start again with --overwrite, or go on all the same with --force."
 
 
@@ -100,16 +101,20 @@ def _differences(old: Manifest, new: Manifest) -> Iterator[str]:
 
 
 def _other_files(old: Manifest, new: Manifest) -> Iterator[str]:
-    if old.files and new.files:
-        yield from _changed_keys("the model's files", old.files, new.files)
+    """Another name's files are another's anyway, and no news."""
+    if not (old.files and new.files) or old.model.get("model") != new.model.get("model"):
+        return
+    changed = [key for key in sorted({*old.files, *new.files}) if old.files.get(key) != new.files.get(key)]
+    for key in changed[:_SHOWN]:
+        yield _changed(f"the model's {key}", old.files.get(key), new.files.get(key))
+    if len(changed) > _SHOWN:
+        yield f"{len(changed) - _SHOWN} more of the model's files are others"
 
 
 def _changed_keys(name: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[str]:
     for key in sorted({*before, *after}):
         if before.get(key) != after.get(key):
-            yield _changed(
-                f"{name}.{key}" if name.isidentifier() else f"{name}: {key}", before.get(key), after.get(key)
-            )
+            yield _changed(f"{name}.{key}", before.get(key), after.get(key))
 
 
 def _changed(name: str, before: Any, after: Any) -> str:

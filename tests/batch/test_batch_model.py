@@ -36,7 +36,7 @@ def manifest_of(out: Path) -> dict[str, Any]:
 def test_a_model_updated_under_its_name_is_refused(source: Path, out: Path) -> None:
     old, new = {"revision": "a" * 40}, {"revision": "b" * 40}
     assert run(source, out, identify=lambda: old).ok == 20
-    match = f'the model\'s files: revision was "{"a" * 40}" and is "{"b" * 40}".*--force'
+    match = f'the model\'s revision was "{"a" * 40}" and is "{"b" * 40}".*--force'
     refused(match, source, out, identify=lambda: new)
     assert run(source, out, identify=lambda: new, force=True).skipped == 20
     assert run(source, out, identify=lambda: new).skipped == 20
@@ -69,3 +69,18 @@ def test_a_manifest_without_the_model_takes_the_one_it_goes_on_with(source: Path
     manifest_path(out).write_text(json.dumps(old))
     assert run(source, out, identify=lambda: {"revision": "b"}).skipped == 20
     assert manifest_of(out)["files"] == {"revision": "b"}
+
+
+def test_another_model_is_named_without_its_files(source: Path, out: Path) -> None:
+    files = {f"model-{i}.safetensors": {"bytes": 1, "mtime_ns": 2} for i in range(40)}
+    run(source, out, model={"model": "a"}, identify=lambda: files)
+    refused(
+        r'other settings: model\.model was "a" and is "b"\. ',
+        source,
+        out,
+        model={"model": "b"},
+        identify=lambda: {"x": 1},
+    )
+    later = {name: {"bytes": 1, "mtime_ns": 3} for name in files}
+    match = r"the model's model-0\.safetensors was .* 37 more of the model's files are others\. Use"
+    refused(match, source, out, model={"model": "a"}, identify=lambda: later)
