@@ -21,6 +21,8 @@ BLOCK = 64
 NESTED_BLOCK = 256
 STATE = "weight.quant_state.bitsandbytes__"
 TINY = 1e-38
+# Weights unpacked at once on the CPU, whole blocks of any size that bitsandbytes has (see quant.pack).
+CHUNK = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +73,14 @@ class NF4:
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:  # [N, K]
         """The weights, computed in float32 and rounded once to `dtype`."""
         n, k = self.shape
-        table = table_of(self.kind).to(self.codes.device)
-        byte = torch.arange(256, device=self.codes.device)
-        pairs = torch.stack((table[byte >> 4], table[byte & 15]), -1)
-        w = pairs.index_select(0, self.codes.flatten().int()).flatten()
-        if w.numel() % self.block:
-            w = w * self.scales.repeat_interleave(self.block)[: w.numel()]
-        else:
-            w.view(-1, self.block).mul_(self.scales[:, None])
-        return w[: n * k].view(n, k).to(dtype)
+        codes, scales, pairs = self.codes.flatten(), self.scales, _byte_pairs(self.kind, self.codes.device)
+        flat = torch.empty(2 * codes.numel(), dtype=dtype, device=codes.device)
+        step = CHUNK if codes.device.type == "cpu" else flat.numel()
+        for start in range(0, flat.numel(), step):
+            w = pairs.index_select(0, codes[start // 2 : (start + step) // 2].int()).view(torch.float32)
+            scale = scales[start // self.block : -(-(start + step) // self.block)]
+            flat[start : start + step] = _scaled(w, scale, self.block)
+        return flat[: n * k].view(n, k)
 
     def rows(self, index: Tensor | slice) -> NF4:
         """The rows `index` as a matrix of their own; FormatError where blocks run across rows."""
@@ -107,6 +108,18 @@ class NF4:
             absmax=torch.cat([p.scales for p in parts]),
             shape=shape,
         )
+
+
+def _byte_pairs(kind: str, device: torch.device) -> Tensor:  # [256] int64: the two float32 values of a byte
+    table, byte = table_of(kind).to(device), torch.arange(256, device=device)
+    return torch.stack((table[byte >> 4], table[byte & 15]), -1).view(torch.int64)[:, 0]
+
+
+def _scaled(w: Tensor, scale: Tensor, block: int) -> Tensor:  # [C], [ceil(C / block)], in place where blocks are whole
+    if w.numel() % block:
+        return w * scale.repeat_interleave(block)[: w.numel()]
+    w.view(-1, block).mul_(scale[:, None])
+    return w
 
 
 def quantize(w: Tensor, *, kind: str = "nf4", nested: bool = False) -> NF4:  # w [N, K]

@@ -62,6 +62,14 @@ def test_blocks_that_run_across_rows() -> None:
     assert relative_error(plain.view(50, 96), w.double()) < 0.11
 
 
+@pytest.mark.parametrize("shape", [(50, 96), (64, 64), (7, 10)])
+def test_chunks_of_unpacking_do_not_show(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = nf4.quantize(weights(*shape, torch.float32))
+    whole = packed.dequantize()
+    monkeypatch.setattr(nf4, "CHUNK", 128)
+    assert torch.equal(packed.dequantize(), whole)
+
+
 def test_a_last_block_that_is_shorter() -> None:
     w = weights(7, 10, torch.float32)
     tensors, _ = theirs(w, "nf4")

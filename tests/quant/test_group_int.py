@@ -8,6 +8,7 @@ import pytest
 import torch
 from textbook import random_groups, same
 
+from quant import pack
 from quant.pack import GroupInt
 
 
@@ -41,6 +42,14 @@ def test_dequantize(bits: int, group: int, shuffled: bool) -> None:
     assert torch.equal(packed.dequantize(), formula(packed))
     shifted = replace(packed, offset=packed.scale * 3)
     assert torch.equal(shifted.dequantize(), formula(shifted))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_chunks_of_unpacking_do_not_show(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = random_groups(bits, 23, 96, 32, shuffled=True)
+    whole = packed.dequantize()
+    monkeypatch.setattr(pack, "CHUNK", 960)
+    assert torch.equal(packed.dequantize(), whole)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
