@@ -3,7 +3,8 @@
 ValueError
 └── QuantError
     ├── SchemeError   a scheme that cannot be, or that a matrix's size does not allow
-    └── FormatError   tensors that do not fit together, or weights that a file format cannot hold
+    ├── FormatError   tensors that do not fit together, or weights that a file format cannot hold
+    └── NotFinite     weights or their inputs that hold NaN or infinity
 """
 
 from __future__ import annotations
@@ -19,3 +20,7 @@ class SchemeError(QuantError):
 
 class FormatError(QuantError):
     """Tensors that do not fit together, or weights that a file format cannot hold."""
+
+
+class NotFinite(QuantError):
+    """Weights or their inputs hold NaN or infinity."""

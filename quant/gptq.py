@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quant.errors import QuantError
+from quant.errors import NotFinite
 from quant.grid import Grid, search
 from quant.hessian import Hessian
 from quant.pack import GroupInt
@@ -21,10 +21,8 @@ from quant.scheme import Scheme
 BLOCK = 128
 # Every failed factorization multiplies the damping; past the last one the matrix is rounded to nearest.
 DAMP_STEP, DAMP_MOST = 10.0, 10.0
-
-
-class NotFinite(QuantError):
-    """Weights or their inputs hold NaN or infinity."""
+# What a channel without input counts for when its group's grid is chosen, as a share of the mean.
+LEAST_IMPORTANCE = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,34 +52,22 @@ def gptq_solve_all(
     damp: float = 0.01,  # share of the mean diagonal that is added to it
     names: Sequence[str] = (),
 ) -> list[Solved]:
-    """Quantizes the matrices that read one input; together, because the work is in the columns. Raises NotFinite."""
+    """Quantizes the matrices that read one input; together, because the work is in the columns. Raises NotFinite.
+
+    Columns are rounded from the largest input to the smallest. With `scheme.act_order` the groups are formed in that
+    order, each grid chosen when its turn comes; otherwise groups are neighbours, and all grids are chosen before.
+    """
     h = hessian.matrix
     _refuse_not_finite(ws, h, names)
     joined = torch.cat([w.to(h) for w in ws])
-    order = torch.argsort(h.diagonal(), descending=True, stable=True) if scheme.act_order else None
-    wt = (joined if order is None else joined[:, order]).T.contiguous()
-    sorted_h = h if order is None else h[order][:, order]
-    factor, used = inverse_factor(sorted_h, damp)
-    rounded = round_columns(wt, factor, scheme)
-    packed = rounded.packed(scheme, order)
+    order = torch.argsort(h.diagonal(), descending=True, stable=True)
+    factor, used = inverse_factor(h[order][:, order], damp)
+    importance = None if factor is None else column_importance(h, used)
+    packed = round_matrix(joined, factor, scheme, order, importance)
     fallback = None if factor is not None else f"the Hessian cannot be factored, not even with a damping of {used:g}"
     errors = relative_errors(joined, packed, h, [len(w) for w in ws])
     parts = _split(packed, [len(w) for w in ws])
     return [Solved(part, error, used, fallback) for part, error in zip(parts, errors, strict=True)]
-
-
-@dataclass(frozen=True, slots=True)
-class Rounded:
-    """Codes of a transposed matrix and the grids of its groups."""
-
-    codes: Tensor  # [K, N] uint8
-    scale: Tensor  # [K/group, N] float32
-    zero: Tensor  # [K/group, N] float32
-
-    def packed(self, scheme: Scheme, order: Tensor | None) -> GroupInt:
-        zero = None if scheme.symmetric else self.zero.T.to(torch.uint8)
-        group = len(self.codes) // len(self.scale)
-        return GroupInt.from_unsigned(scheme.bits, group, self.codes.T, self.scale.T.half().contiguous(), zero, order)
 
 
 def inverse_factor(h: Tensor, damp: float) -> tuple[Tensor | None, float]:
@@ -91,7 +77,7 @@ def inverse_factor(h: Tensor, damp: float) -> tuple[Tensor | None, float]:
     """
     diagonal = h.diagonal()
     live = diagonal > 0
-    mean = float(diagonal[live].mean()) if bool(live.any()) else 1.0
+    mean = mean_diagonal(h)
     reversed_h = h.flip(0, 1)
     dead = torch.where(live, 0.0, mean).flip(0)  # a channel without input is on its own
     while True:
@@ -106,18 +92,83 @@ def inverse_factor(h: Tensor, damp: float) -> tuple[Tensor | None, float]:
         damp = max(damp * DAMP_STEP, 1e-3)
 
 
+def mean_diagonal(h: Tensor) -> float:
+    """Of the channels that have input; 1 where none has."""
+    diagonal = h.diagonal()
+    live = diagonal > 0
+    return float(diagonal[live].mean()) if bool(live.any()) else 1.0
+
+
+def column_importance(h: Tensor, damp: float) -> Tensor:  # [K]
+    """What an error in each column costs while the other columns are as they were: the damped diagonal."""
+    return h.diagonal() + max(damp, LEAST_IMPORTANCE) * mean_diagonal(h)
+
+
+@dataclass(frozen=True, slots=True)
+class Rounded:
+    """Codes of a transposed matrix whose rows are in some order, and the grids of its groups."""
+
+    codes: Tensor  # [K, N] uint8
+    scale: Tensor  # [K/group, N] float32
+    zero: Tensor  # [K/group, N] float32
+
+
+def round_matrix(
+    w: Tensor,  # [N, K]
+    factor: Tensor | None,  # [K, K] of the ordered columns; None: to nearest
+    scheme: Scheme,
+    order: Tensor,  # [K]
+    importance: Tensor | None,  # [K], of the columns as they are, for grids that are chosen before
+) -> GroupInt:
+    """Rounds the columns of `w` in `order`."""
+    group, wt = scheme.width(w.shape[1]), w.T[order]
+    if scheme.act_order:
+        rounded = round_columns(wt, factor, scheme)
+        codes, kept = rounded.codes, order
+    else:
+        rounded = round_columns(wt, factor, scheme, neighbours(w, scheme, importance), (order // group).tolist())
+        codes, kept = torch.empty_like(rounded.codes), None
+        codes[order] = rounded.codes
+    zero = None if scheme.symmetric else rounded.zero.T.to(torch.uint8)
+    return GroupInt.from_unsigned(scheme.bits, group, codes.T, rounded.scale.T.half().contiguous(), zero, kept)
+
+
+def neighbours(w: Tensor, scheme: Scheme, importance: Tensor | None) -> Grid:  # [N, K], [K] -> [K/group, N]
+    """The grids of neighbouring columns."""
+    n, k = w.shape
+    groups = w.T.reshape(-1, scheme.width(k), n)
+    return search(
+        groups, scheme.bits, scheme.symmetric, None if importance is None else importance.view(len(groups), -1)
+    )
+
+
 def round_columns(
     wt: Tensor,  # [K, N], overwritten
     factor: Tensor | None,  # [K, K]; None: to nearest
     scheme: Scheme,
+    grid: Grid | None = None,  # [K/group, N]; None: each is chosen when the turn of its first row comes
+    group_of: Sequence[int] | None = None,  # [K], of each row; None: neighbours
 ) -> Rounded:
-    """Rounds the rows of a transposed matrix from first to last; each group's grid is chosen when its turn comes."""
+    """Rounds the rows of a transposed matrix from first to last."""
     k, n = wt.shape
     group = scheme.width(k)
-    rounded = Rounded(torch.empty(k, n, dtype=torch.uint8, device=wt.device), *wt.new_empty(2, k // group, n))
-    for start in range(0, k, _block(group, k)):
-        end = min(start + _block(group, k), k)
-        errors = _round_block(wt, factor, scheme, rounded, start, end)
+    group_of = group_of or [j // group for j in range(k)]
+    scale, zero = wt.new_empty(2, k // group, n) if grid is None else (grid.scale, grid.zero)
+    rounded = Rounded(torch.empty(k, n, dtype=torch.uint8, device=wt.device), scale, zero)
+    step = _block(group, k) if grid is None else BLOCK
+    diagonal = [1.0] * k if factor is None else factor.diagonal().tolist()
+    for start in range(0, k, step):
+        end = min(start + step, k)
+        errors = torch.zeros_like(wt[start:end])
+        for j in range(start, end):
+            if grid is None and j % group == 0:
+                _choose(wt, factor, scheme, rounded, j)
+            error = _round_row(
+                wt[j : j + 1], Grid(scheme.bits, scale[group_of[j]], zero[group_of[j]]), rounded.codes[j]
+            )
+            if factor is not None:
+                torch.div(error[0], diagonal[j], out=errors[j - start])
+                wt[j + 1 : end].addr_(factor[j, j + 1 : end], errors[j - start], alpha=-1)
         if factor is not None:
             wt[end:].addmm_(factor[start:end, end:].T, errors, alpha=-1)
     return rounded
@@ -130,25 +181,22 @@ def _block(group: int, k: int) -> int:
     return BLOCK if group == k or group % BLOCK == 0 else group
 
 
-def _round_block(
-    wt: Tensor, factor: Tensor | None, scheme: Scheme, rounded: Rounded, start: int, end: int
-) -> Tensor:  # [end - start, N]
-    """Rounds some rows and updates the rest of them; returns what the rows beyond have to make up for."""
-    group = scheme.width(len(wt))
-    errors = torch.zeros_like(wt[start:end])
-    diagonal = [1.0] * len(wt) if factor is None else factor.diagonal().tolist()
-    for j in range(start, end):
-        if j % group == 0:
-            grid = search(wt[j : j + group].T, scheme.bits, scheme.symmetric)
-            rounded.scale[j // group], rounded.zero[j // group] = grid.scale, grid.zero
-        else:
-            grid = Grid(scheme.bits, rounded.scale[j // group], rounded.zero[j // group])
-        code = grid.codes(wt[j, :, None])
-        rounded.codes[j] = code[:, 0]
-        if factor is not None:
-            torch.sub(wt[j], grid.values(code)[:, 0], out=errors[j - start]).div_(diagonal[j])
-            wt[j + 1 : end].addr_(factor[j, j + 1 : end], errors[j - start], alpha=-1)
-    return errors
+def _choose(wt: Tensor, factor: Tensor | None, scheme: Scheme, rounded: Rounded, start: int) -> None:
+    """The grid of the group that begins at row `start`.
+
+    An error of 1 in row j costs 1 / U[j, j]^2 once the rows below have made up for it.
+    """
+    end = start + scheme.width(len(wt))
+    importance = None if factor is None else factor.diagonal()[start:end].square().reciprocal()
+    grid = search(wt[start:end], scheme.bits, scheme.symmetric, importance)
+    rounded.scale[start // (end - start)], rounded.zero[start // (end - start)] = grid.scale, grid.zero
+
+
+def _round_row(w: Tensor, grid: Grid, codes: Tensor) -> Tensor:  # [1, N], codes [N] written -> [1, N]
+    """The errors."""
+    found = grid.codes(w)
+    codes.copy_(found[0])
+    return w - grid.values(found)
 
 
 def relative_errors(w: Tensor, packed: GroupInt, h: Tensor, rows: Sequence[int]) -> list[float]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import numpy as np
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
-from quant.gptq import NotFinite, gptq_solve, gptq_solve_all, inverse_factor, round_columns
+from quant.errors import NotFinite
+from quant.gptq import column_importance, gptq_solve, gptq_solve_all, inverse_factor, round_matrix
 from quant.grid import search
 from quant.hessian import Hessian
 from quant.scheme import Scheme
@@ -20,7 +22,8 @@ def inputs(tokens: int, k: int, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     mix = torch.randn(k, k, generator=generator) / k**0.5 + torch.eye(k)
     sizes = torch.rand(k, generator=generator).mul(3).exp()
-    return torch.randn(tokens, k, generator=generator) @ mix * sizes
+    x: Tensor = torch.randn(tokens, k, generator=generator) @ mix * sizes
+    return x
 
 
 def weights(n: int, k: int, seed: int = 1) -> Tensor:
@@ -37,21 +40,49 @@ def scheme(bits: int = 4, group: int = 32, symmetric: bool = True, act_order: bo
     return Scheme("int", bits, group, symmetric, act_order)
 
 
-def textbook(w: Tensor, h: Tensor, s: Scheme, damp: float) -> tuple[np.ndarray, np.ndarray]:
-    """Optimal brain quantization in a fixed order (GPTQ, section 3): codes and values, [N, K]."""
-    w, h = w.double().clone(), h.double()
-    k = w.shape[1]
-    inverse = torch.linalg.inv(h + damp * h.diagonal().mean() * torch.eye(k, dtype=torch.float64))
-    codes, values = torch.zeros_like(w), torch.zeros_like(w)
-    for j in range(k):
-        if j % s.width(k) == 0:
-            grid = search(w[:, j : j + s.width(k)], s.bits, s.symmetric)
-        codes[:, j] = ((w[:, j] / grid.scale).round() + grid.zero).clamp(0, 2**s.bits - 1)
-        values[:, j] = (codes[:, j] - grid.zero) * grid.scale
+def nearest(w: Tensor, s: Scheme) -> Tensor:  # [N, K]
+    """Rounded to the best grids, without calibration."""
+    groups = w.view(-1, s.width(w.shape[1])).T
+    grid = search(groups, s.bits, s.symmetric)
+    return grid.values(grid.codes(groups)).T.reshape(w.shape)
+
+
+def textbook(w: Tensor, h: Tensor, s: Scheme, damp: float) -> Tensor:  # [N, K] float64
+    """Optimal brain quantization in the order of the inputs' size (GPTQ, section 3), one column after the other."""
+    plain, w, h, k, group = w.double(), w.double().clone(), h.double(), w.shape[1], s.width(w.shape[1])
+    damped = h + damp * h.diagonal().mean() * torch.eye(k, dtype=torch.float64)
+    left, inverse = h.diagonal().argsort(descending=True, stable=True).tolist(), torch.linalg.inv(damped)
+    grids: dict[int, tuple[Tensor, Tensor]] = {}
+    values = torch.zeros_like(w)
+    while left:
+        j = left[0]
+        if j not in grids:
+            columns = left[:group] if s.act_order else list(range(j - j % group, j - j % group + group))
+            costs = prices(inverse, columns) if s.act_order else damped.diagonal()[columns]
+            grid = search((w if s.act_order else plain)[:, columns].T, s.bits, s.symmetric, costs)
+            grids |= dict.fromkeys(columns, (grid.scale, grid.zero))
+        scale, zero = grids[j]
+        values[:, j] = (((w[:, j] / scale).round() + zero).clamp(0, 2**s.bits - 1) - zero) * scale
         w -= torch.outer((w[:, j] - values[:, j]) / inverse[j, j], inverse[j])
-        inverse = inverse - torch.outer(inverse[:, j], inverse[j]) / inverse[j, j]
-        inverse[j, j] = 1.0  # out of the game: row and column are zero
-    return codes.numpy(), values.numpy()
+        inverse = without(inverse, j)
+        left = left[1:]
+    return values
+
+
+def without(inverse: Tensor, j: int) -> Tensor:
+    """The inverse of the matrix that lacks row and column j; zeros and a one in their place."""
+    inverse = inverse - torch.outer(inverse[:, j], inverse[j]) / inverse[j, j]
+    inverse[j, j] = 1.0
+    return inverse
+
+
+def prices(inverse: Tensor, columns: list[int]) -> Tensor:
+    """What an error of 1 in each costs once all the later columns have made up for it."""
+    found = []
+    for j in columns:
+        found.append(1 / inverse[j, j])
+        inverse = without(inverse, j)
+    return torch.stack(found)
 
 
 def loss(w: Tensor, q: Tensor, x: Tensor) -> float:
@@ -59,6 +90,7 @@ def loss(w: Tensor, q: Tensor, x: Tensor) -> float:
     return float(((q - w) @ x.T).norm() / (w @ x.T).norm())
 
 
+@pytest.mark.parametrize("act_order", [False, True])
 @pytest.mark.parametrize(
     ("k", "s"),
     [
@@ -72,24 +104,25 @@ def loss(w: Tensor, q: Tensor, x: Tensor) -> float:
     ],
     ids=lambda v: v.name if isinstance(v, Scheme) else str(v),
 )
-def test_blocks_change_nothing(k: int, s: Scheme) -> None:
-    """In float64 the lazy blocks give the textbook's codes, all of them."""
+def test_blocks_change_nothing(k: int, s: Scheme, act_order: bool) -> None:
+    """In float64 the lazy blocks give the textbook's weights, all of them."""
+    s = replace(s, act_order=act_order)
     w, h = weights(10, k).double(), hessian_of(inputs(3 * k, k)).matrix.double()
-    factor, used = inverse_factor(h, 0.01)
-    rounded = round_columns(w.T.contiguous(), factor, s)
-    codes, _ = textbook(w, h, s, used)
-    assert np.array_equal(rounded.codes.T.numpy(), codes)
+    order = h.diagonal().argsort(descending=True, stable=True)
+    factor, used = inverse_factor(h[order][:, order], 0.01)
+    packed = round_matrix(w, factor, s, order, column_importance(h, used))
+    assert packed.order is None or act_order
+    assert torch.equal(packed.dequantize().double(), textbook(w, h, s, used))
 
 
+@pytest.mark.parametrize("act_order", [False, True])
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_float32_is_as_good_as_the_textbook(bits: int, symmetric: bool) -> None:
-    x, w, s = inputs(600, 192), weights(24, 192), scheme(bits, 64, symmetric)
+def test_float32_is_as_good_as_the_textbook(bits: int, symmetric: bool, act_order: bool) -> None:
+    x, w, s = inputs(600, 192), weights(24, 192), scheme(bits, 64, symmetric, act_order)
     solved = gptq_solve(w, hessian_of(x), s)
-    _, expected = textbook(w, hessian_of(x).matrix, s, 0.01)
-    assert loss(w, solved.packed.dequantize(), x) == pytest.approx(
-        loss(w, torch.from_numpy(expected).float(), x), rel=0.01
-    )
+    expected = textbook(w, hessian_of(x).matrix, s, 0.01).float()
+    assert loss(w, solved.packed.dequantize(), x) == pytest.approx(loss(w, expected, x), rel=0.01)
 
 
 def test_the_factor_is_that_of_the_inverse() -> None:
@@ -107,21 +140,28 @@ def test_the_factor_is_that_of_the_inverse() -> None:
 def test_better_than_rounding_to_nearest_and_the_error_is_true(symmetric: bool, act_order: bool) -> None:
     x, w = inputs(800, 192), weights(40, 192)
     solved = gptq_solve(w, hessian_of(x), scheme(4, 64, symmetric, act_order))
-    grid = search(w.view(-1, 64), 4, symmetric)
-    nearest = grid.values(grid.codes(w.view(-1, 64))).view(w.shape)
     assert solved.error == pytest.approx(loss(w, solved.packed.dequantize(), x), rel=1e-3)
-    assert solved.error < 0.8 * loss(w, nearest, x)
+    assert solved.error < 0.8 * loss(w, nearest(w, scheme(4, 64, symmetric)), x)
 
 
-def test_act_order_is_the_plain_solve_of_sorted_columns() -> None:
+@pytest.mark.parametrize("act_order", [False, True])
+def test_only_act_order_moves_columns_and_groups_keep_their_place_without(act_order: bool) -> None:
     x, w = inputs(800, 128), weights(12, 128)
-    order = x.square().sum(0).argsort(descending=True)
-    solved = gptq_solve(w, hessian_of(x), scheme(act_order=True)).packed
-    plain = gptq_solve(w[:, order], hessian_of(x[:, order]), scheme()).packed
-    assert solved.order is not None
-    assert torch.equal(solved.order, order)
-    assert torch.equal(solved.integers(), plain.integers())
-    assert torch.equal(solved.dequantize()[:, order], plain.dequantize())
+    packed = gptq_solve(w, hessian_of(x), scheme(act_order=act_order)).packed
+    if not act_order:
+        assert packed.order is None
+        return
+    assert packed.order is not None
+    assert torch.equal(packed.order, x.square().sum(0).argsort(descending=True))
+
+
+def test_the_groups_of_large_inputs_get_the_better_grids() -> None:
+    """One weight in each group is far out; its input is small. Unweighted grids would stretch to it."""
+    x, w = inputs(800, 64), weights(64, 64) * 0.1
+    w[:, ::16], x[:, ::16] = 2.0, x[:, ::16] * 1e-3
+    solved = gptq_solve(w, hessian_of(x), scheme(group=16))
+    assert loss(w, solved.packed.dequantize(), x) < 0.7 * loss(w, nearest(w, scheme(group=16)), x)
+    assert solved.packed.scale.abs().mean() < 0.8 * 2.0 / 8
 
 
 def test_several_matrices_are_as_each_alone() -> None:
@@ -145,8 +185,7 @@ def test_dead_channels_disturb_nobody(act_order: bool) -> None:
 def test_an_input_of_zeros_is_rounded_to_nearest() -> None:
     w = weights(8, 64)
     solved = gptq_solve(w, hessian_of(torch.zeros(10, 64)), scheme())
-    grid = search(w.view(-1, 32), 4, symmetric=True)
-    assert torch.equal(solved.packed.dequantize(), grid.values(grid.codes(w.view(-1, 32))).view(8, 64))
+    assert torch.equal(solved.packed.dequantize(), nearest(w, scheme()))
     assert solved.error == 0
 
 
@@ -168,10 +207,9 @@ def test_the_last_resort_is_rounding_to_nearest_and_says_so() -> None:
     hessian.add(torch.ones(1, 64))
     hessian._sum -= 100 * torch.ones(64, 64).tril(-1)  # no damping makes this one positive
     solved = gptq_solve(w, hessian, scheme())
-    grid = search(w.view(-1, 32), 4, symmetric=True)
     assert solved.fallback is not None
     assert "damping" in solved.fallback
-    assert torch.equal(solved.packed.dequantize(), grid.values(grid.codes(w.view(-1, 32))).view(8, 64))
+    assert torch.equal(solved.packed.dequantize(), nearest(w, scheme()))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
