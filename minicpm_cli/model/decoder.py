@@ -98,9 +98,10 @@ def _embed_and_head(cfg: ModelConfig, weights: Weights) -> tuple[Embedding, Line
     embed = weights.embedding(source.take(EMBED, shape))
     if HEAD not in source:
         if not cfg.tie:
+            why = "tie_word_embeddings false" if cfg.tie_explicit else f"{cfg.architecture} without tie_word_embeddings"
             raise WeightsError(
-                f"{HEAD} is missing and config.json says that it is not tied to the embedding "
-                "(tie_word_embeddings false): the files are incomplete, fetch them again"
+                f"{HEAD} is missing and by config.json it is not tied to the embedding ({why}): "
+                "the files are incomplete, fetch them again"
             )
         return embed, weights.head(embed.table, shared=True)
     own = source.take(HEAD, shape)
