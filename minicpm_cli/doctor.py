@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
 import shutil
@@ -45,6 +46,7 @@ def report(settings: Settings) -> list[Check]:
         _memory(),
         *_gpus(driver),
         *(_library(name, gpu=driver is not None) for name in LIBRARIES),
+        _pip(),
         _folder("cache", settings.cache_dir, "MINICPM_CACHE_DIR"),
         _folder("hub cache", _hub_cache(), "HF_HOME"),
     ]
@@ -144,6 +146,12 @@ def _library(name: str, *, gpu: bool) -> Check:
             return Check(name, "ok", "not installed", "only needed on a GPU")
         status: Status = "warn" if name in GPU_ONLY else "fail"
         return Check(name, status, "not installed", f"pip install {name}")
+
+
+def _pip() -> Check:
+    if importlib.util.find_spec("pip") is None:
+        return Check("pip", "warn", "not installed", f"the demo model needs it: {sys.executable} -m ensurepip")
+    return Check("pip", "ok", metadata.version("pip"))
 
 
 def _cpu() -> Check:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -55,9 +56,19 @@ def pull(
     settings = invocation.configure(flags)
     with ProgressLine(invocation.terminal) as progress:
         files = fetch(model, settings, progress)
+    if files.path == Path(model).expanduser():
+        _check_headers(files.path)
     revision = f", revision {files.revision}" if files.revision else ""
     invocation.terminal.note(f"{model} is here and whole{revision}")
     invocation.terminal.out.write(f"{files.path}\n")
+
+
+def _check_headers(path: Path) -> None:
+    """Nobody published sums for a model of the user's own: its files are held against what they say of themselves."""
+    from minicpm_cli.llm.checkpoint import Checkpoint
+    from minicpm_cli.model.source import open_source
+
+    open_source(path, Checkpoint.read(path).cfg)
 
 
 def _record(one: Listed) -> dict[str, Any]:

@@ -41,5 +41,5 @@ def _draw(terminal: Terminal, header: Sequence[str], rows: Iterable[Sequence[str
 
     table = Table(*header, box=box.SIMPLE_HEAD, pad_edge=False)
     for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
+        table.add_row(*(Text(cell, overflow="fold") for cell in row))  # the end of a path is the part that counts
     Console(file=terminal.out, no_color=not terminal.color, highlight=False).print(table)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 from dataclasses import replace
 from importlib import metadata
@@ -120,9 +121,12 @@ def test_missing_libraries(machine: Machine, isolated: Settings, monkeypatch: py
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "version", version)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     found = checks(isolated)
     assert (found["tokenizers"].status, found["tokenizers"].advice) == ("fail", "pip install tokenizers")
     assert found["triton"].status == "ok"
+    assert found["pip"].status == "warn"
+    assert "ensurepip" in found["pip"].advice
     machine.driver(CARDS)
     assert checks(isolated)["triton"].status == "warn"
 
