@@ -9,6 +9,7 @@ from torch import Tensor
 
 from quant.formats import fp8, int8, nf4
 from quant.formats.fp8 import FP8
+from quant.layers.bnb import bitsandbytes
 from quant.layers.fp8 import ScaledFP8
 from quant.layers.nf4 import fits_cpu_kernel
 from quant.linear import CPUNF4, CPUInt4, CPUInt8, Dense, Gathered, Joined, Unpacking, make_linear
@@ -146,6 +147,10 @@ def test_nf4_on_the_cpu(shape: tuple[int, int], kind: str, nested: bool, rows: i
     assert error(layer, packed, rows) < BF16_ERROR
 
 
+def test_nf4_takes_the_cpu_kernel_where_bitsandbytes_has_one() -> None:
+    assert fits_cpu_kernel(nf4.quantize(weights(64, 128))) == bool(bitsandbytes().functional.has_avx512bf16())
+
+
 def test_nf4_takes_the_cpu_kernel_only_for_whole_blocks() -> None:
     assert not fits_cpu_kernel(nf4.quantize(weights(577, 64)))
     assert not fits_cpu_kernel(nf4.quantize(weights(64, 96)))
@@ -183,6 +188,7 @@ def test_the_scaled_product_of_fp8(n: int, rows: int) -> None:
     layer = ScaledFP8(packed, BF16)
     y = layer(x)
     assert y.shape == (rows, n)
+    assert layer.codes.shape[0] % 16 == 0  # which only CUDA insists on
     assert relative_error(y, x.double() @ packed.dequantize(torch.float64).T) < BF16_ERROR
     assert relative_error(layer.dequantize(), packed.dequantize(torch.float64)) < BF16_ERROR
 
