@@ -17,11 +17,25 @@ from steps import all_logits
 
 # Llama's architecture, so that transformers needs no code of the checkpoint.
 FAMILY = "minicpm5-1b"
+TEXT = "the quick brown fox jumps over the lazy dog and says hello to you. " * 60
 IDS = [(7 * i * i + 3 * i) % 400 for i in range(24)]
 
 
 def write_plain(folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Path:
     return write_checkpoint(folder, FAMILY, fmt="safetensors", dtype=dtype, **options)
+
+
+def quantize(plain: Path, out: Path, *args: str) -> Path:
+    """`minicpm quantize` on a tiny model, with a calibration text that is as tiny."""
+    from minicpm_cli.cli import exit_code
+    from minicpm_cli.cli.runtime import Runtime
+
+    text = out.with_name("calibration.txt")
+    text.write_text(TEXT)
+    options = ["--calib", str(text), "--force", "--no-evaluate", "--device", "cpu"]
+    command = ["quantize", str(plain), str(out), *options, *args]
+    assert exit_code(command, Runtime()) == 0, " ".join(command)
+    return out
 
 
 def our_logits(folder: Path, dtype: torch.dtype = torch.float32) -> Tensor:  # [T, V] float32

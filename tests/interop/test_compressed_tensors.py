@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from folders import FAMILY, logits_of, open_theirs, our_logits, their_logits, write_plain
+from folders import FAMILY, logits_of, open_theirs, our_logits, quantize, their_logits, write_plain
 from torch import Tensor
 
 from checkpoint_quantized import RECIPES, Recipe, write_quantized
@@ -142,3 +142,34 @@ def test_we_read_their_folders(scheme: Scheme, tmp_path: Path) -> None:
     assert relative_error(our_logits(tmp_path / "packed"), logits) < 1e-5
     assert relative_error(their_logits(tmp_path / "packed"), logits) < 1e-5
     assert relative_error(our_logits(plain), logits) > 1e-3
+
+
+def fp8_scheme() -> Any:
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    eight = {"num_bits": 8, "type": "float", "symmetric": True}
+    weights = QuantizationArgs(**eight, strategy="channel")
+    inputs = QuantizationArgs(**eight, strategy="token", dynamic=True)
+    return QuantizationScheme(targets=["Linear"], weights=weights, input_activations=inputs)
+
+
+def test_we_read_their_fp8_folders(tmp_path: Path) -> None:
+    from transformers import CompressedTensorsConfig
+
+    plain = write_plain(tmp_path / "plain")
+    logits = write_theirs(plain, tmp_path / "fp8", fp8_scheme(), "float-quantized")
+    ours = our_logits(tmp_path / "fp8")
+    weights_alone = their_logits(tmp_path / "fp8", quantization_config=CompressedTensorsConfig(dequantize=True))
+    assert relative_error(ours, weights_alone) < 1e-5
+    assert relative_error(ours, logits) < 0.1  # theirs also rounds the activations, to 3 bits of fraction
+    assert relative_error(our_logits(plain), ours) > 0.01
+
+
+def test_transformers_reads_our_fp8_folders(tmp_path: Path) -> None:
+    from transformers import CompressedTensorsConfig
+
+    out = quantize(write_plain(tmp_path / "plain"), tmp_path / "fp8", "--method", "fp8")
+    ours = our_logits(out)
+    weights_alone = their_logits(out, quantization_config=CompressedTensorsConfig(dequantize=True))
+    assert relative_error(ours, weights_alone) < 1e-5
+    assert relative_error(ours, their_logits(out)) < 0.1
