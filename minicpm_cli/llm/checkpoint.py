@@ -13,7 +13,7 @@ from minicpm_cli.errors import UsageError
 from minicpm_cli.hub.files import read_json
 from minicpm_cli.model.config import ModelConfig
 from minicpm_cli.model.gguf import GGUFHeader, config_from_gguf, read_header
-from minicpm_cli.model.load_scheme import AS_STORED, LoadScheme, weight_bytes
+from minicpm_cli.model.load_scheme import AS_STORED, LoadScheme, weight_bits, weight_bytes
 from minicpm_cli.model.quant_config import QuantConfig, read_config
 from minicpm_cli.model.shapes import HEAD, is_absorbed, is_linear
 from minicpm_cli.settings import LoadOptions
@@ -78,25 +78,23 @@ class Checkpoint:
         """How the weights lie in memory, for people; `plain` names the dtype of those that nothing packs."""
         return self.load.name(self.cfg, self.packing or plain)
 
-    def weight_bytes(self, itemsize: int) -> int:
+    def weight_bytes(self, itemsize: int, *, cpu: bool = False) -> int:
         """About what the weights will take in memory, where plain ones have `itemsize` bytes an element."""
         if self._header is None:
-            return weight_bytes(self.cfg, itemsize, self._matrix)
-        head = self.load.matrix(HEAD, self.cfg.hidden_size)
-        own = (
-            math.ceil(self.cfg.vocab * self.cfg.hidden_size * head.bits_per_weight(self.cfg.hidden_size) / 8)
-            if head
-            else 0
-        )
+            return weight_bytes(self.cfg, itemsize, self._matrix, cpu=cpu)
+        head, k = self.load.matrix(HEAD, self.cfg.hidden_size), self.cfg.hidden_size
+        own = math.ceil(self.cfg.vocab * k * weight_bits(head, k, itemsize, cpu=cpu) / 8) if head else 0
+        kept = 0 if cpu and itemsize != 2 else 2 if cpu else 1  # copies of what stays packed; see weight_bits
         return own + sum(
-            tensor.nbytes if tensor.type in _PACKED else math.prod(tensor.shape) * itemsize
+            tensor.nbytes * kept if kept and tensor.type in _PACKED else math.prod(tensor.shape) * itemsize
             for tensor in self._header.tensors.values()
         )
 
     def _matrix(self, name: str, k: int) -> Scheme | None:
         """How the matrix `name` is packed in memory."""
-        stored = self._quant and (self._quant.head if name == HEAD else is_linear(name) and not is_absorbed(name))
-        return self._quant.scheme if self._quant and stored else self.load.matrix(name, k)
+        if self._quant and (self._quant.head if name == HEAD else is_linear(name) and not is_absorbed(name)):
+            return self._quant.of(name.removesuffix(".weight")).scheme
+        return self.load.matrix(name, k)
 
     @property
     def _head_is_packed(self) -> bool:

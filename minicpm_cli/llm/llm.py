@@ -173,7 +173,7 @@ def _plan(options: LoadOptions, checkpoint: Checkpoint, device: torch.device, dt
     )
     return plan_memory(
         checkpoint.cfg,
-        weight_bytes=checkpoint.weight_bytes(dtype.itemsize),
+        weight_bytes=checkpoint.weight_bytes(dtype.itemsize, cpu=device.type == "cpu"),
         kv_itemsize=dtype.itemsize,
         free_bytes=free_bytes(device),
         options=wanted,
