@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -113,8 +114,9 @@ def _job(
 
     with ProgressLine(invocation.terminal) as progress:
         files = resolve(settings.options.model, settings, progress)
-    prompter = Prompter.open(settings.options, files)
-    device, dtype = device_of(settings.options, settings.threads)
+    options = replace(settings.options, quantize=None, head_bits=16, lora=None)  # those are of loading
+    prompter = Prompter.open(options, files)
+    device, dtype = device_of(options, settings.threads)
     return Job(
         name=files.name or settings.options.model,
         path=files.path,

@@ -92,7 +92,7 @@ def spread(ids: Sequence[int], wanted: Amount) -> Tensor:  # [R, S] int64
 def packed(samples: Iterable[Sequence[int]], wanted: Amount) -> Tensor:  # [R, S] int64
     """Samples one behind the other, cut into rows."""
     ids = [token for sample in samples for token in sample]
-    return spread(ids, wanted)
+    return spread(ids[: wanted.tokens], wanted)
 
 
 def _conversations(path: Path, text: str) -> Iterator[list[Message]]:

@@ -44,6 +44,14 @@ def source_config(path: Path) -> dict[str, Any]:
     return config
 
 
+def is_wide(path: Path) -> bool:
+    """Whether the weights are float32, or packed, as far as the config says."""
+    if not path.is_dir():
+        return True
+    config = read_json(path / CONFIG)
+    return str(config.get("torch_dtype") or config.get("dtype")).endswith("float32")
+
+
 def write_companions(path: Path, folder: Path) -> list[str]:
     """Writes all but config.json to `folder`. Returns the names written. Raises FileError or TokenizerError."""
     try:

@@ -13,7 +13,7 @@ from torch.nn import functional
 from minicpm_cli.kernels.ops import ops_for
 from minicpm_cli.model.config import ModelConfig
 from minicpm_cli.model.decoder import Decoder
-from minicpm_cli.model.shapes import EMBED
+from minicpm_cli.model.shapes import EMBED, HEAD
 from minicpm_cli.model.weights import Weights
 from minicpm_cli.quantize.block import Held
 from minicpm_cli.quantize.stream import Stream
@@ -66,6 +66,8 @@ class Kept:
 
 
 def head_of(cfg: ModelConfig, tensors: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype) -> Decoder:
-    """A decoder without blocks: norm and head."""
+    """Norm and head alone: a decoder without blocks, whose embedding is the head's matrix."""
+    ends = dict(tensors)
+    ends[EMBED] = ends.pop(HEAD, ends[EMBED])
     with torch.inference_mode():
-        return Decoder(replace(cfg, layers=0), Weights(Held(tensors), device, dtype), ops_for(device))
+        return Decoder(replace(cfg, layers=0, tie=True), Weights(Held(ends), device, dtype), ops_for(device))

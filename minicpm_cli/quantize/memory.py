@@ -22,8 +22,8 @@ class Meter:
 
     @property
     def device_bytes(self) -> int | None:
-        """None on a CPU, where all of it is the host's."""
-        return torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else None
+        """The host's on a CPU."""
+        return torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else self.host_bytes
 
     @property
     def host_bytes(self) -> int | None:

@@ -3,23 +3,46 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from types import MappingProxyType
 from typing import Any
 
+from minicpm_cli.engine.memory import SCORE_COPIES
 from minicpm_cli.model.config import ModelConfig
-from minicpm_cli.model.shapes import EMBED, HEAD, is_linear, tensor_shapes
-from minicpm_cli.quantize.calibration import Amount
+from minicpm_cli.model.load_scheme import LoadScheme, weight_bytes
+from minicpm_cli.model.shapes import HEAD, Shape, is_linear, tensor_shapes
+from minicpm_cli.quantize.calibration import SELF, Amount
 from minicpm_cli.quantize.layers import Group, block_shapes, check_layers, stages
 from minicpm_cli.quantize.recipe import Recipe
+from minicpm_cli.quantize.seating import SAMPLED_BYTES, Seating, sampled_in
 
 # float32 copies of a Hessian that one solve holds: its sum, the mean, sorted, reversed, two factors, a unit matrix and
 # the inverse; and copies of the group's weights: joined, transposed, rounded, wrong, their products.
 HESSIAN_COPIES, WEIGHT_COPIES = 8, 6
-WRITTEN_BYTES = 2  # of an element that stays plain
+WRITTEN_BYTES, WIDE_BYTES = 2, 4  # of an element that stays plain, and of one that was wider or packed before
 LOGIT_BYTES = 3 * (64 << 20)  # of held-out text, a few rows at a time
-SLACK = 1.05  # what allocators round up
-INDEX_BYTES = 4  # of a row's column numbers (g_idx)
+UNPACKED_BYTES = 12  # a weight of the layer whose product is being computed from packed weights
+SLACK = 1.1  # what allocators round up
+INDEX_BYTES = 4  # of a column number (g_idx)
+LOOKS = 0.7  # passes for the statistics' sake, as a part of a whole pass
+SEARCH = 4000.0  # operations' worth of time that a weight's grid and rounding take
+CUDA_COLUMN, CUDA_STEP = 1.5e-4, 1e-3  # seconds that launches take: of a column in a solve, of a layer in a decode step
+
+
+LABELS = MappingProxyType(
+    {
+        "block": "a block's weights",
+        "statistics": "statistics of its inputs",
+        "solving": "solving its largest layers",
+        "activations": "its activations",
+        "head": "the head, when measuring",
+        "states": "states between blocks (host)",
+        "reading": "reading a block (host)",
+        "embedding": "the embedding (host)",
+        "sampling": "the model writing its samples",
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,17 +63,21 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True)
+class Phase:
+    """Bytes that a part of the work takes on the device and on the host (which are one on a CPU)."""
+
+    name: str
+    device: int
+    host: int
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
-    """Bytes and seconds. `misfits` are layers that cannot be packed; `problem` is empty when everything fits."""
+    """Bytes and seconds. `parts` says what the bytes are for; `misfits` are layers that cannot be packed."""
 
     machine: Machine
-    weights: int  # of a block, twice: the tensors and the layers made of them
-    hessians: int  # of the stage whose inputs are widest
-    solving: int  # of the largest group
-    activations: int
-    ends: int  # embedding and head, at the end
-    states: int  # hidden states between the blocks, on the host
-    reading: int  # of a block's source tensors, on the host
+    parts: dict[str, int]
+    phases: tuple[Phase, ...]
     output: int
     bits_per_weight: float
     disk: int
@@ -61,45 +88,34 @@ class Plan:
     @property
     def peak(self) -> int:
         """On the device."""
-        gathering = self.weights + self.hessians + self.activations
-        solving = self.weights // 2 + self.hessians + self.solving
-        own = max(gathering, solving, self.ends)
-        return int(SLACK * own) + (self.host if self.machine.cpu else 0)
+        own = max(phase.device + (phase.host if self.machine.cpu else 0) for phase in self.phases)
+        return int(SLACK * own)
 
     @property
     def host(self) -> int:
-        return self.states + self.reading
+        return int(SLACK * max(phase.host for phase in self.phases))
 
     @property
     def problem(self) -> str:
+        """What does not fit; empty when everything does."""
         m = self.machine
-        checks = (
-            (self.peak, m.free, f"on {m.device}"),
-            (self.host, m.host_free, "of host memory"),
-            (self.disk, m.disk_free, "of disk"),
-        )
+        checks = [(self.peak, m.free, f"of memory on {m.device}"), (self.disk, m.disk_free, "of disk")]
+        if not m.cpu:
+            checks.append((self.host, m.host_free, "of host memory"))
         short = [(size(need), where, size(free)) for need, free, where in checks if need > free]
         return "; ".join(f"{need} {where} are needed, {free} are free" for need, where, free in short)
 
     def rows(self) -> list[tuple[str, str]]:
         """For people: where the memory goes."""
-        where = "host" if self.machine.cpu else self.machine.device
-        found = [
-            (f"a block's weights, twice ({where})", size(self.weights)),
-            (f"input statistics ({where})", size(self.hessians)),
-            (f"solving the largest group ({where})", size(self.solving)),
-            (f"activations ({where})", size(self.activations)),
-            (f"embedding and head ({where})", size(self.ends)),
-            ("hidden states (host)", size(self.states)),
-            ("reading a block (host)", size(self.reading)),
-            (f"peak ({where})", f"{size(self.peak)} of {size(self.machine.free)} free"),
-        ]
-        if not self.machine.cpu:
-            found.append(("peak (host)", f"{size(self.host)} of {size(self.machine.host_free)} free"))
-        found.append(("disk", f"{size(self.disk)} of {size(self.machine.disk_free)} free"))
+        m = self.machine
+        found = [(LABELS[name], size(count)) for name, count in self.parts.items() if count]
+        found.append((f"peak on {m.device}", f"{size(self.peak)} of {size(m.free)} free"))
+        if not m.cpu:
+            found.append(("peak on the host", f"{size(self.host)} of {size(m.host_free)} free"))
+        found.append(("disk", f"{size(self.disk)} of {size(m.disk_free)} free"))
         found.append(("output", f"{size(self.output)}, {self.bits_per_weight:.2f} bits a weight"))
-        found.append(("calibration", f"{self.tokens} tokens"))
-        if self.machine.rate:
+        found.append(("calibration", f"{self.tokens} tokens" if self.tokens else "none"))
+        if m.rate:
             found.append(("time", f"about {duration(self.seconds)}"))
         return found
 
@@ -108,29 +124,57 @@ class Plan:
         return asdict(self) | {"peak": self.peak, "host": self.host, "problem": self.problem}
 
 
-def make_plan(cfg: ModelConfig, recipe: Recipe, calibration: Amount, held: int, machine: Machine) -> Plan:
-    """`held` are the tokens of held-out text. Raises UsageError for a pattern of --skip that names nothing."""
+def make_plan(
+    cfg: ModelConfig, recipe: Recipe, calibration: Amount, held: int, machine: Machine, *, wide: bool = False
+) -> Plan:
+    """`held` are the tokens of held-out text; `wide`: the source's plain tensors are not as they will be written.
+
+    Raises UsageError for a pattern of --skip that names nothing.
+    """
+    misfits = tuple(check_layers(cfg, recipe))
     tokens = calibration.tokens if recipe.calibrates else 0
-    block = stages(cfg, 0, recipe)
-    elements = _elements(block_shapes(cfg, 0).values())
-    weights = 2 * elements * machine.itemsize
+    parts = _parts(cfg, recipe, tokens, held, machine, wide=wide)
+    parts["sampling"] = _sampling(cfg, calibration) if tokens and recipe.calib == SELF else 0
     output, bits = output_bytes(cfg, recipe)
-    hidden = cfg.hidden_size * machine.itemsize
     return Plan(
         machine=machine,
-        weights=weights,
-        hessians=max((4 * sum(g.columns**2 for g in s.groups) for s in block), default=0) if tokens else 0,
-        solving=max((_solving(g, gptq=bool(tokens)) for s in block for g in s.groups), default=0),
-        activations=_activations(cfg, machine, machine.chunk, gptq=bool(tokens)),
-        ends=_ends(cfg, machine) + LOGIT_BYTES,
-        states=(tokens + 2 * held) * hidden,
-        reading=elements * WRITTEN_BYTES + (output // (cfg.layers + 1)),
+        parts=parts,
+        phases=_phases(parts),
         output=output,
         bits_per_weight=bits,
         disk=2 * output,
-        seconds=_operations(cfg, recipe, tokens, tokens + 2 * held) / machine.rate if machine.rate else 0.0,
+        seconds=_seconds(cfg, recipe, calibration, held, machine),
         tokens=tokens,
-        misfits=tuple(check_layers(cfg, recipe)),
+        misfits=misfits,
+    )
+
+
+def _parts(cfg: ModelConfig, recipe: Recipe, tokens: int, held: int, machine: Machine, *, wide: bool) -> dict[str, int]:
+    block = stages(cfg, 0, recipe)
+    elements = _elements(block_shapes(cfg, 0).values())
+    ends = cfg.vocab * cfg.hidden_size
+    outer = ends * (1 if cfg.tie else 2)
+    gptq = bool(tokens)
+    return {
+        "block": elements * machine.itemsize,  # the tensors; the layers made of them are as many again
+        "statistics": max(4 * sum(g.columns**2 for g in s.groups) for s in block) if gptq else 0,
+        "solving": max(_solving(g, gptq=gptq) for s in block for g in s.groups),
+        "activations": _activations(cfg, machine, gptq=gptq),
+        "head": machine.itemsize * ends * (2 if wide else 1) + LOGIT_BYTES,
+        "states": (tokens + 2 * held) * cfg.hidden_size * machine.itemsize,
+        "reading": elements * (WIDE_BYTES if wide else WRITTEN_BYTES),
+        "embedding": outer * (WRITTEN_BYTES + (WIDE_BYTES if wide else 0)),
+    }
+
+
+def _phases(parts: dict[str, int]) -> tuple[Phase, ...]:
+    gathering = 2 * parts["block"] + parts["statistics"] + parts["activations"]
+    solving = parts["block"] + parts["statistics"] + parts["solving"]
+    kept = parts["states"] + parts["embedding"]
+    return (
+        Phase("sampling", parts["sampling"], parts["embedding"]),
+        Phase("quantizing", max(gathering, solving), kept + parts["reading"]),
+        Phase("measuring", parts["head"], kept),
     )
 
 
@@ -149,7 +193,7 @@ def output_bytes(cfg: ModelConfig, recipe: Recipe) -> tuple[int, float]:
     return math.ceil(bits / 8), bits / cfg.parameters
 
 
-def _elements(shapes: Any) -> int:
+def _elements(shapes: Iterable[Shape]) -> int:
     return sum(math.prod(shape) for shape in shapes)
 
 
@@ -160,45 +204,61 @@ def _solving(group: Group, *, gptq: bool) -> int:
     return 4 * (copies + WEIGHT_COPIES * weights)
 
 
-def _activations(cfg: ModelConfig, machine: Machine, tokens: int, *, gptq: bool) -> int:
+def _activations(cfg: ModelConfig, machine: Machine, *, gptq: bool) -> int:
     """Of a chunk of tokens in the wider half of a block."""
-    heads = cfg.heads + 2 * cfg.kv_heads
-    qkv = heads * cfg.head_dim if cfg.mla is None else cfg.heads * (cfg.mla.latent + cfg.head_dim)
+    qkv = (cfg.heads + 2 * cfg.kv_heads) * cfg.head_dim
+    if cfg.mla:
+        qkv = cfg.heads * (2 * cfg.mla.latent + cfg.head_dim)  # queries and their outputs in the latent's size
     attention = machine.itemsize * (4 * cfg.hidden_size + 2 * qkv) + 4 * 3 * qkv  # rotation is done in float32
     mlp = machine.itemsize * (4 * cfg.hidden_size + 3 * cfg.intermediate)
     widest = max(cfg.intermediate, cfg.hidden_size) if gptq and machine.itemsize < 4 else 0
-    return tokens * (max(attention, mlp) + 4 * widest)
+    return machine.chunk * (max(attention, mlp) + 4 * widest)
 
 
-def _ends(cfg: ModelConfig, machine: Machine) -> int:
-    shapes = tensor_shapes(cfg)
-    return machine.itemsize * _elements(shape for name, shape in shapes.items() if name in (EMBED, HEAD))
+def _sampling(cfg: ModelConfig, calibration: Amount) -> int:
+    """The model as it writes its own samples, with its cache."""
+    scheme = LoadScheme.of(sampled_in(cfg), 16)
+    weights = weight_bytes(cfg, SAMPLED_BYTES, scheme.matrix)
+    seating = Seating.of(cfg, SAMPLED_BYTES, calibration)
+    widest = max(
+        sum(layer.weights for layer in group.layers) for stage in stages(cfg, 0, Recipe()) for group in stage.groups
+    )
+    unpacked = UNPACKED_BYTES * widest if scheme.linear else 0
+    logits = seating.seats * cfg.vocab * 4 * SCORE_COPIES
+    return weights + seating.tokens * cfg.kv_bytes_per_token(SAMPLED_BYTES) + unpacked + logits
+
+
+def _seconds(cfg: ModelConfig, recipe: Recipe, calibration: Amount, held: int, machine: Machine) -> float:
+    """Products at the measured rate, and on a GPU the launches that outweigh them."""
+    if not machine.rate:
+        return 0.0
+    tokens = calibration.tokens if recipe.calibrates else 0
+    seconds = _operations(cfg, recipe, tokens, tokens + 2 * held) / machine.rate
+    if not machine.cpu and tokens:
+        columns = sum(group.columns for stage in stages(cfg, 0, recipe) for group in stage.groups)
+        seconds += cfg.layers * columns * CUDA_COLUMN
+    if tokens and recipe.calib == SELF:
+        seating = Seating.of(cfg, SAMPLED_BYTES, calibration)
+        steps = tokens / seating.seats
+        seconds += 2.0 * tokens * cfg.parameters / machine.rate
+        seconds += 0.0 if machine.cpu else steps * cfg.layers * CUDA_STEP
+    return seconds
 
 
 def _operations(cfg: ModelConfig, recipe: Recipe, calibration: int, passing: int) -> float:
     """Multiplications and additions: the passes, the statistics and the solves of all blocks."""
     block = _elements(block_shapes(cfg, 0).values())
-    if cfg.moe:
-        block = block * cfg.moe.active // cfg.moe.experts
-    work = 2.0 * passing * block
+    share = cfg.moe.active / cfg.moe.experts if cfg.moe else 1.0
+    work = 2.0 * (passing + LOOKS * calibration) * block * share
+    groups = [group for stage in stages(cfg, 0, recipe) for group in stage.groups]
     if calibration:
-        groups = [group for stage in stages(cfg, 0, recipe) for group in stage.groups]
-        seen = [calibration * (cfg.moe.active / cfg.moe.experts if cfg.moe and g.expert else 1.0) for g in groups]
-        work += 2.0 * calibration * block * LOOKS
-        work += sum(1.25 * t * g.columns**2 for t, g in zip(seen, groups, strict=True))
-        work += sum(_solve_operations(g) for g in groups)
-    return cfg.layers * work
+        work += sum(1.25 * calibration * (share if g.expert else 1.0) * g.columns**2 for g in groups)
+        work += sum(1.5 * g.columns**3 + 6.0 * g.columns * _weights(g) for g in groups)
+    return cfg.layers * (work + SEARCH * sum(_weights(g) for g in groups))
 
 
-LOOKS = 0.7  # passes for the statistics' sake, as a part of a whole pass
-
-
-def _solve_operations(group: Group) -> float:
-    rows, columns = sum(layer.rows for layer in group.layers), group.columns
-    return 1.5 * columns**3 + 6.0 * rows * columns**2 + SEARCH * rows * columns
-
-
-SEARCH = 4000.0  # operations' worth of time that a weight's grid and rounding take
+def _weights(group: Group) -> int:
+    return sum(layer.weights for layer in group.layers)
 
 
 def size(count: float) -> str:
@@ -209,6 +269,3 @@ def duration(seconds: float) -> str:
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
-
-
-Rate = Callable[[], float]

@@ -53,7 +53,10 @@ class LayerReport:
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """Bytes, planned and measured, of the device that quantizes and of the host; None where there is no telling."""
+    """Bytes, planned and measured, of the device that quantizes and of the host; None where there is no telling.
+
+    On a CPU both are the host's.
+    """
 
     planned: int
     measured: int | None
@@ -125,7 +128,7 @@ class Report:
                 (self.peak.host_planned, self.peak.host_measured),
             )
         )
-        return host if self.device == "cpu" else f"{self.device} {on_device}, host {host}"
+        return f"{self.device} {on_device}" + ("" if self.device == "cpu" else f", host {host}")
 
 
 def _size(count: int) -> str:

@@ -67,6 +67,11 @@ class Job:
         return self.prompter.checkpoint.cfg
 
     @property
+    def wide(self) -> bool:
+        """Whether tensors that stay plain are stored otherwise than they will be written."""
+        return companions.is_wide(self.path)
+
+    @property
     def amount(self) -> Amount:
         return amount(self.recipe, self.cfg, cuda=self.device.type == "cuda")
 
@@ -88,7 +93,7 @@ class Job:
 def plan(job: Job) -> Plan:
     """Raises UsageError for patterns that name no layer, or a head that cannot be quantized."""
     held = sum(len(window.ids) for window in job.judge.windows) if job.judge else 0
-    return make_plan(job.cfg, job.recipe, job.amount, held, job.machine)
+    return make_plan(job.cfg, job.recipe, job.amount, held, job.machine, wide=job.wide)
 
 
 def quantize(job: Job, listen: Listen) -> Report:

@@ -5,48 +5,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from minicpm_cli.engine.engine import Engine, EngineConfig, EngineRequest
 from minicpm_cli.llm.prompter import Prompter
-from minicpm_cli.model.config import ModelConfig
 from minicpm_cli.model.decoder import Decoder
 from minicpm_cli.model.kv import KVCache
-from minicpm_cli.model.load_scheme import LoadScheme
-from minicpm_cli.model.loader import load_model
+from minicpm_cli.model.load_scheme import AS_STORED, LoadScheme
+from minicpm_cli.model.loader import build_decoder
+from minicpm_cli.model.source import TensorSource, open_source
 from minicpm_cli.quantize.calibration import Amount, packed
 from minicpm_cli.quantize.openings import BEGINNINGS, QUESTIONS
+from minicpm_cli.quantize.seating import PAGE, Seating, sampled_in
 from minicpm_cli.text.template import ChatTemplate, build_prompt, raw_prompt
 from minicpm_cli.text.tokenizer import Tokenizer
 from minicpm_cli.types import Message, SamplingParams
 
-PAGE = 16
 DTYPE = torch.bfloat16
-PLAIN_BYTES = 2_000_000_000  # of plain weights; larger models write in 4 bits
-CACHE_BYTES = 512 << 20  # of keys and values: the promise of one block's memory must hold while sampling, too
-SEATS, SHORTEST = 64, 128  # sequences at once, and the length below which there are fewer of them
 Told = Callable[[int, int], None]  # (tokens, of how many)
-
-
-@dataclass(frozen=True, slots=True)
-class Seating:
-    """How many sequences of how many tokens are written at once."""
-
-    seats: int
-    length: int
-
-    @classmethod
-    def of(cls, cfg: ModelConfig, itemsize: int, wanted: Amount) -> Seating:
-        room = CACHE_BYTES // cfg.kv_bytes_per_token(itemsize)
-        length = min(wanted.seqlen, cfg.context, max(SHORTEST, room // SEATS))
-        return cls(max(1, min(SEATS, room // length, -(-wanted.tokens // length))), length)
-
-    @property
-    def pages(self) -> int:
-        return 1 + self.seats * (-(-self.length // PAGE) + 1)
 
 
 def openings(tokenizer: Tokenizer, template: ChatTemplate | None) -> list[list[int]]:
@@ -80,18 +58,20 @@ def own_samples(
         prefix_cache=False,
     )
     samples: dict[str, list[int]] = {}
+    begun: set[str] = set()
     tokens = 0
     with closing(Engine(decoder, kv, config).generate(_requests(prompts, eos_ids, seating, seed, samples))) as events:
         for event in events:
             if event.error is not None:
                 raise event.error
             if event.token is not None:
+                tokens += 1 if event.id in begun else 1 + len(samples[event.id])
+                begun.add(event.id)
                 samples[event.id].append(event.token)
-                tokens += 1
-                on_progress(tokens, wanted.tokens)
+                on_progress(min(tokens, wanted.tokens), wanted.tokens)
             if tokens >= wanted.tokens:
                 break
-    return packed([samples[name] for name in sorted(samples, key=int)], wanted)
+    return packed([samples[name] for name in sorted(begun, key=int)], wanted)
 
 
 def _requests(
@@ -112,16 +92,45 @@ def _requests(
 
 
 def model_samples(prompter: Prompter, wanted: Amount, seed: int, device: torch.device, on_progress: Told) -> Tensor:
-    """Loads the model, 4-bit where its plain weights are large, and lets it write. Its memory is free afterwards."""
+    """Loads the model, lets it write and drops it. Plain weights are the fastest for many sequences at once; a large
+    model is loaded in 4 bits, unless its file is packed as it is."""
     checkpoint = prompter.checkpoint
-    large = checkpoint.cfg.parameters * DTYPE.itemsize > PLAIN_BYTES and checkpoint.scheme is None
-    seating = Seating.of(checkpoint.cfg, DTYPE.itemsize, wanted)
-    cfg = checkpoint.cfg.with_context(seating.length)
-    scheme = LoadScheme.of("w4" if large else None, 16)
-    decoder = load_model(checkpoint.path, cfg, device, DTYPE, scheme=scheme)
+    cfg = checkpoint.cfg.with_context(Seating.of(checkpoint.cfg, DTYPE.itemsize, wanted).length)
+    source, scheme = open_source(checkpoint.path, cfg), LoadScheme.of(sampled_in(cfg), 16)
+    if not scheme.linear:
+        source = Unpacked(source)
+    elif checkpoint.packing:
+        scheme = AS_STORED
+    decoder = build_decoder(source, cfg, device, DTYPE, scheme=scheme)
     prompts = openings(prompter.tokenizer, prompter.template)
     ids = own_samples(decoder, prompts, prompter.eos_ids, wanted, seed, on_progress)
     del decoder
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return ids
+
+
+class Unpacked:
+    """A source whose packed tensors come plain."""
+
+    def __init__(self, inner: TensorSource) -> None:
+        self._inner = inner
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._inner
+
+    def names(self) -> set[str]:
+        return self._inner.names()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._inner.shape(name)
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        stored = self._inner.take(name, shape)
+        return stored if isinstance(stored, Tensor) else stored.dequantize(DTYPE)
+
+    def ignore(self, name: str) -> None:
+        self._inner.ignore(name)
+
+    def finish(self) -> None:
+        self._inner.finish()

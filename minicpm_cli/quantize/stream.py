@@ -14,7 +14,7 @@ from minicpm_cli.quantize.block import Layout, Probe, Reached
 from minicpm_cli.quantize.layers import Half
 
 # Tokens that pass a block at once. CPU: 1024 to 4096 are alike for the demo; CUDA: enough to fill the device.
-CPU_TOKENS, CUDA_TOKENS = 2048, 8192
+CPU_TOKENS, CUDA_TOKENS = 2048, 4096
 # Above this many bytes the states of a stream lie in a file.
 LARGEST = 4 << 30
 
