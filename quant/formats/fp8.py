@@ -53,7 +53,8 @@ class FP8:
 
 def quantize(x: Tensor) -> tuple[Tensor, Tensor]:  # x [R, C] -> e4m3 [R, C], float32 [R, 1]
     """Each row divided by its scale, largest magnitude / 448: for weights and, at run time, for activations."""
-    scale = x.abs().amax(-1, keepdim=True).float() / LARGEST
+    largest = x.abs().amax(-1, keepdim=True).float()
+    scale = largest / torch.full_like(largest, LARGEST)  # CUDA would multiply by the inverse of a plain number
     scale = torch.where(scale == 0, 1.0, scale)
     return (x / scale).clamp_(-LARGEST, LARGEST).to(E4M3), scale
 
