@@ -39,7 +39,7 @@ class Weights:
         """
         scheme = self.scheme.matrix(HEAD, stored.shape[1])
         if scheme and isinstance(stored, Tensor):
-            stored, shared = rounded(HEAD, stored.to(self.device), scheme), False
+            stored = rounded(HEAD, stored.to(self.device), scheme)
         if shared and isinstance(stored, Tensor):
             return Dense(stored)
         layer = make_linear([stored], self.device, self.dtype)
