@@ -150,15 +150,15 @@ def make_plan(
 
 
 def _parts(cfg: ModelConfig, recipe: Recipe, tokens: int, held: int, machine: Machine, *, wide: bool) -> dict[str, int]:
-    block = stages(cfg, 0, recipe)
+    todo = [stage for index in range(cfg.layers) for stage in stages(cfg, index, recipe)]  # each may skip others
     elements = _elements(block_shapes(cfg, 0).values())
     ends = cfg.vocab * cfg.hidden_size
     outer = ends * (1 if cfg.tie else 2)
     gptq = bool(tokens)
     return {
         "block": elements * machine.itemsize,  # the tensors; the layers made of them are as many again
-        "statistics": max(4 * sum(g.columns**2 for g in s.groups) for s in block) if gptq else 0,
-        "solving": max(_solving(g, gptq=gptq) for s in block for g in s.groups),
+        "statistics": max(4 * sum(g.columns**2 for g in s.groups) for s in todo) if gptq else 0,
+        "solving": max(_solving(g, gptq=gptq) for s in todo for g in s.groups),
         "activations": _activations(cfg, machine, gptq=gptq),
         "head": machine.itemsize * ends * (2 if wide else 1) + LOGIT_BYTES,
         "states": (tokens + 2 * held) * cfg.hidden_size * machine.itemsize,

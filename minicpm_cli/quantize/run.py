@@ -217,8 +217,10 @@ def _quality(
 
 def _schema(job: Job) -> dict[str, Any]:
     routers = [n.removesuffix(".weight") for n in tensor_shapes(job.cfg) if n.endswith(".mlp.gate.weight")]
-    skipped = [layer.name for layer in linear_layers(job.cfg) if job.recipe.skips(layer.name)]
-    return schema.quantization_config(job.recipe, [*routers, *skipped], head=job.recipe.head_bits == 8)
+    layers = [layer.name for layer in linear_layers(job.cfg)]
+    skipped = [name for name in layers if job.recipe.skips(name)]
+    packed = [name for name in layers if not job.recipe.skips(name)]
+    return schema.quantization_config(job.recipe, [*routers, *skipped], packed, head=job.recipe.head_bits == 8)
 
 
 def _notes(job: Job, layers: Sequence[LayerReport], config: Mapping[str, Any], outer: Outer) -> Iterator[str]:
@@ -229,3 +231,5 @@ def _notes(job: Job, layers: Sequence[LayerReport], config: Mapping[str, Any], o
         yield "what stays plain was wider than bf16 in the original and is written as bf16"
     if companions.has_code(job.path, config):
         yield companions.CODE_NOTE.format(architecture=job.cfg.architecture)
+    if trouble := schema.unread_by_transformers(_schema(job)):
+        yield trouble

@@ -3,27 +3,43 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from minicpm_cli import __version__
 from minicpm_cli.quantize.recipe import Recipe
 
+# transformers' list of what is packed in every block; it takes no notice of `dynamic`.
+ONE_LIST = "modules_in_block_to_quantize"
+BLOCKS = "model.layers."
 # GPTQModel reads asymmetric files of version 1 only from writers that are known to handle their zero points: itself
 # from 0.9 on. These files hold no zero point below 1, which is what it wants to be sure of.
 _QUANTIZER, _SAFE_FOR_GPTQMODEL = f"minicpm-cli:{__version__}", "gptqmodel:2.0.0"
 
 
-def quantization_config(recipe: Recipe, plain: Sequence[str], *, head: bool = False) -> dict[str, Any]:
-    """`plain` are the linear layers (names without .weight) that are not quantized; `head`: the output head is."""
+def quantization_config(
+    recipe: Recipe, plain: Sequence[str], packed: Sequence[str] = (), *, head: bool = False
+) -> dict[str, Any]:
+    """`plain` and `packed` are the blocks' linear layers (names without .weight); `head`: the output head is packed."""
     if recipe.method in ("gptq", "rtn"):
-        return _gptq(recipe, plain, head)
+        return _gptq(recipe, plain, packed, head)
     if recipe.method == "fp8":
         return _fp8(plain)
     return _bitsandbytes(recipe, plain)
 
 
-def _gptq(recipe: Recipe, plain: Sequence[str], head: bool) -> dict[str, Any]:
+def unread_by_transformers(config: Mapping[str, Any]) -> str | None:
+    """A line on what transformers would silently get wrong. It knows one list of layers for all blocks, and no head."""
+    if config["quant_method"] != "gptq":
+        return None
+    if config["lm_head"]:
+        return "transformers does not read an output head in 8 bits (its logits would be noise); GPTQModel does"
+    if any(rule.startswith("-:") for rule in config.get("dynamic", {})) and ONE_LIST not in config:
+        return "transformers does not read folders whose blocks leave different layers plain; GPTQModel does"
+    return None
+
+
+def _gptq(recipe: Recipe, plain: Sequence[str], packed: Sequence[str], head: bool) -> dict[str, Any]:
     scheme = recipe.scheme
     quantizers = [_QUANTIZER] if scheme.symmetric else [_QUANTIZER, _SAFE_FOR_GPTQMODEL]
     config: dict[str, Any] = {
@@ -43,7 +59,19 @@ def _gptq(recipe: Recipe, plain: Sequence[str], head: bool) -> dict[str, Any]:
     dynamic: dict[str, Any] = {f"-:^{re.escape(name)}$": {} for name in plain}
     if head and scheme.bits != 8:
         dynamic["+:^lm_head$"] = {"bits": 8}
+    if plain and not head and (names := _same_in_all_blocks(plain, packed)):
+        config[ONE_LIST] = [names]
     return config | ({"dynamic": dynamic} if dynamic else {})
+
+
+def _same_in_all_blocks(plain: Sequence[str], packed: Sequence[str]) -> list[str] | None:
+    """The packed names behind "model.layers.N.", where they are the same for every N."""
+    split = [name.removeprefix(BLOCKS).partition(".") for name in packed]
+    blocks: dict[str, list[str]] = {name.removeprefix(BLOCKS).partition(".")[0]: [] for name in plain}
+    for block, _, inner in split:
+        blocks.setdefault(block, []).append(inner)
+    first, *others = blocks.values()
+    return first if all(names == first for names in others) else None
 
 
 def _bitsandbytes(recipe: Recipe, plain: Sequence[str]) -> dict[str, Any]:

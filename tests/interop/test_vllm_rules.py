@@ -20,6 +20,7 @@ TAKEN: dict[str, tuple[str, ...]] = {
     "rtn-row": ("--method", "rtn", "--group-size", "-1"),
     "rtn-head": ("--method", "rtn", *W4, "--head-bits", "8"),
     "rtn-skip": ("--method", "rtn", *W4, "--skip", "*.0.self_attn.?_proj", "--skip", "*.down_proj"),
+    "rtn-skip-alike": ("--method", "rtn", *W4, "--skip", "*.down_proj"),
     "nf4": ("--method", "nf4"),
     "nf4-skip": ("--method", "nf4", "--skip", "*.down_proj"),
     "int8": ("--method", "int8"),

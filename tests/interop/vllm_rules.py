@@ -79,12 +79,13 @@ def _gptq(folder: Folder) -> Iterator[str]:
         yield f"bits {config['bits']} with sym {config['sym']}: only symmetric 4 and 8 bits"
     if config["group_size"] not in (-1, 32, 64, 128):
         yield f"group_size {config['group_size']}"
-    # Layers with any tensor of another type are taken for packed ones.
+    # Without a list of its own, layers with any tensor of another type are taken for packed ones.
     packed = {n.rpartition(".")[0] for n, t in folder.tensors.items() if t.dtype not in PLAIN_TYPES}
     yield from _fused(folder, packed)
+    listed = [name for stage in config.get("modules_in_block_to_quantize") or [] for name in stage]
     for module in [*folder.layers, "lm_head"]:
         negative = any(re.match(rule[2:], module) for rule in config.get("dynamic") or {} if rule.startswith("-:"))
-        wanted = module in packed and not negative
+        wanted = (any(name in module for name in listed) if listed else module in packed) and not negative
         if wanted != (module in packed) or wanted == (f"{module}.weight" in folder.tensors):
             yield f"{module}: {'packed' if module in packed else 'plain'} tensors, the config says otherwise"
     if ("lm_head" in packed) != bool(config.get("lm_head")):
