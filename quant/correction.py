@@ -39,6 +39,11 @@ class Shift:
         self.tokens += len(x)
 
     @property
+    def rows(self) -> int:
+        """Of the residual stream; 0 without one."""
+        return self._residual.shape[0]
+
+    @property
     def inputs(self) -> Tensor:  # [K, K]
         """The mean of (x' - x) x^T."""
         return self._inputs / max(self.tokens, 1)
@@ -46,7 +51,7 @@ class Shift:
     @property
     def residual(self) -> Tensor | None:  # [N, K]
         """The mean of (h' - h) x^T; None without a residual stream."""
-        return self._residual / max(self.tokens, 1) if len(self._residual) else None
+        return self._residual / max(self.tokens, 1) if self.rows else None
 
 
 def corrected(

@@ -43,13 +43,16 @@ def quantize(
     bits: Annotated[int, typer.Option(help="4 or 8, of gptq and rtn.", metavar="N")] = 4,
     group_size: Annotated[int, typer.Option(help="Weights that share a scale; -1: a row.", metavar="N")] = 64,
     asym: Annotated[bool, typer.Option("--asym", help="Zero points: better, read by fewer programs.")] = False,
-    act_order: Annotated[bool, typer.Option(help="Solve the columns of the largest inputs first.")] = True,
+    act_order: Annotated[bool, typer.Option(help="Groups of inputs alike in size (g_idx), not of neighbours.")] = False,
     calib: Annotated[
         str, typer.Option(help="Text or JSONL of messages to learn from; self: the model's own.", metavar="FILE")
     ] = "self",
     samples: Annotated[int | None, typer.Option(help="Rows to learn from.", metavar="N")] = None,
     seqlen: Annotated[int | None, typer.Option(help="Tokens of a row.", metavar="N")] = None,
     damp: Annotated[float, typer.Option(help="Added to the statistics' diagonal, of its mean.", metavar="F")] = 0.01,
+    correction: Annotated[
+        float, typer.Option(help="Of what earlier layers lost, made up for by later ones; 0: plain GPTQ.", metavar="F")
+    ] = 0.5,
     skip: Annotated[
         list[str] | None, typer.Option(help="Layers left plain: a glob, or re:REGEX; repeatable.", metavar="PATTERN")
     ] = None,
@@ -71,6 +74,7 @@ def quantize(
         symmetric=not asym,
         act_order=act_order,
         damp=damp,
+        correction=correction,
         skip=tuple(skip or ()),
         head_bits=head_bits,
         calib=calib,

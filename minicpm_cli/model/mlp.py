@@ -39,14 +39,15 @@ class MixtureOfExperts:
         )
 
     def __call__(self, x: Tensor) -> Tensor:  # [T, H]
-        chosen, shares = self._route(x)
+        chosen, shares = self.route(x)
         out = torch.zeros_like(x)
         for expert in torch.unique(chosen).tolist():
             rows, places = torch.where(chosen == expert)
             out.index_add_(0, rows, self.experts[expert](x[rows]) * shares[rows, places, None])
         return out
 
-    def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:  # [T, active] expert numbers and their weights
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:  # [T, active] each
+        """Expert numbers and their weights."""
         shares, chosen = functional.softmax(self.router(x).float(), -1).topk(self.active)
         return chosen, (shares / shares.sum(-1, keepdim=True)).to(x.dtype)
 

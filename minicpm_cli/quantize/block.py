@@ -141,6 +141,8 @@ class Probe:
     def _tap(self, path: str, look: Look) -> Callable[[], None]:
         if path == "attention.latent":
             return self._tap_latent(look)
+        if path == "mlp.chosen":
+            return self._tap_chosen(look)
         *owners, name = path.split(".")
         owner = self.block
         for part in owners:
@@ -164,5 +166,22 @@ class Probe:
 
         def restore() -> None:
             attention.ops = ops
+
+        return restore
+
+    def _tap_chosen(self, look: Look) -> Callable[[], None]:
+        """The experts that a router chooses, [T, active]."""
+        mlp = self.block.mlp
+        route = mlp.route
+
+        def seen(x: Tensor) -> tuple[Tensor, Tensor]:
+            chosen, shares = route(x)
+            look(chosen)
+            return chosen, shares
+
+        mlp.route = seen
+
+        def restore() -> None:
+            del mlp.route
 
         return restore

@@ -52,6 +52,11 @@ class Group:
         """Whether only the tokens that a router sends there pass."""
         return ".experts." in self.tap
 
+    @property
+    def adds(self) -> bool:
+        """Whether its output goes into the residual stream."""
+        return self.tap.endswith((".out", ".down")) and self.tap != "attention.down"
+
 
 @dataclass(frozen=True, slots=True)
 class Stage:

@@ -33,6 +33,7 @@ CUDA_COLUMN, CUDA_STEP = 1.5e-4, 1e-3  # seconds that launches take: of a column
 LABELS = MappingProxyType(
     {
         "block": "a block's weights",
+        "original": "the original block beside it",
         "statistics": "statistics of its inputs",
         "solving": "solving its largest layers",
         "activations": "its activations",
@@ -154,22 +155,22 @@ def _parts(cfg: ModelConfig, recipe: Recipe, tokens: int, held: int, machine: Ma
     elements = _elements(block_shapes(cfg, 0).values())
     ends = cfg.vocab * cfg.hidden_size
     outer = ends * (1 if cfg.tie else 2)
-    gptq = bool(tokens)
     return {
         "block": elements * machine.itemsize,  # the tensors; the layers made of them are as many again
-        "statistics": max(4 * sum(g.columns**2 for g in s.groups) for s in todo) if gptq else 0,
-        "solving": max(_solving(g, gptq=gptq) for s in todo for g in s.groups),
-        "activations": _activations(cfg, machine, gptq=gptq),
+        "original": elements * machine.itemsize if recipe.corrects else 0,
+        "statistics": max(sum(_statistics(g, recipe) for g in s.groups) for s in todo) if tokens else 0,
+        "solving": max(_solving(g, recipe) for s in todo for g in s.groups),
+        "activations": _activations(cfg, machine, recipe),
         "head": machine.itemsize * ends * (2 if wide else 1) + LOGIT_BYTES,
-        "states": (tokens + 2 * held) * cfg.hidden_size * machine.itemsize,
+        "states": ((2 if recipe.corrects else 1) * tokens + 2 * held) * cfg.hidden_size * machine.itemsize,
         "reading": elements * (WIDE_BYTES if wide else WRITTEN_BYTES),
         "embedding": outer * (WRITTEN_BYTES + (WIDE_BYTES if wide else 0)),
     }
 
 
 def _phases(parts: dict[str, int]) -> tuple[Phase, ...]:
-    gathering = 2 * parts["block"] + parts["statistics"] + parts["activations"]
-    solving = parts["block"] + parts["statistics"] + parts["solving"]
+    gathering = 2 * parts["block"] + parts["original"] + parts["statistics"] + parts["activations"]
+    solving = parts["block"] + parts["original"] + parts["statistics"] + parts["solving"]
     kept = parts["states"] + parts["embedding"]
     return (
         Phase("sampling", parts["sampling"], parts["embedding"]),
@@ -197,22 +198,33 @@ def _elements(shapes: Iterable[Shape]) -> int:
     return sum(math.prod(shape) for shape in shapes)
 
 
-def _solving(group: Group, *, gptq: bool) -> int:
+def _statistics(group: Group, recipe: Recipe) -> int:
+    """The Hessian; where weights are corrected how the inputs and, of a layer that adds to it, the residual stream have
+    moved."""
+    if not recipe.corrects:
+        return 4 * group.columns**2
+    return 4 * (2 * group.columns**2 + (group.layers[0].weights if group.adds else 0))
+
+
+def _solving(group: Group, recipe: Recipe) -> int:
     """Beyond the statistics themselves, which are counted with their stage."""
-    weights = sum(layer.weights for layer in group.layers)
-    copies = (HESSIAN_COPIES - 1) * group.columns**2 if gptq else 0
-    return 4 * (copies + WEIGHT_COPIES * weights)
+    copies = (HESSIAN_COPIES - 1) * group.columns**2 if recipe.calibrates else 0
+    return 4 * (copies + (WEIGHT_COPIES + recipe.corrects) * _weights(group))
 
 
-def _activations(cfg: ModelConfig, machine: Machine, *, gptq: bool) -> int:
-    """Of a chunk of tokens in the wider half of a block."""
+def _activations(cfg: ModelConfig, machine: Machine, recipe: Recipe) -> int:
+    """Of a chunk of tokens in the wider half of a block, with the float32 copies that are counted in."""
     qkv = (cfg.heads + 2 * cfg.kv_heads) * cfg.head_dim
     if cfg.mla:
         qkv = cfg.heads * (2 * cfg.mla.latent + cfg.head_dim)  # queries and their outputs in the latent's size
     attention = machine.itemsize * (4 * cfg.hidden_size + 2 * qkv) + 4 * 3 * qkv  # rotation is done in float32
     mlp = machine.itemsize * (4 * cfg.hidden_size + 3 * cfg.intermediate)
-    widest = max(cfg.intermediate, cfg.hidden_size) if gptq and machine.itemsize < 4 else 0
-    return machine.chunk * (max(attention, mlp) + 4 * widest)
+    narrow = machine.itemsize < 4
+    copies = 4 if recipe.calibrates and narrow else 0
+    if recipe.corrects:  # the original's input and, in float32, the difference; states of both streams
+        copies += machine.itemsize + (8 if narrow else 4)
+        mlp += 4 * machine.itemsize * cfg.hidden_size
+    return machine.chunk * (max(attention, mlp) + copies * max(cfg.intermediate, cfg.hidden_size))
 
 
 def _sampling(cfg: ModelConfig, calibration: Amount) -> int:
@@ -252,7 +264,10 @@ def _operations(cfg: ModelConfig, recipe: Recipe, calibration: int, passing: int
     work = 2.0 * (passing + LOOKS * calibration) * block * share
     groups = [group for stage in stages(cfg, 0, recipe) for group in stage.groups]
     if calibration:
-        work += sum(1.25 * calibration * (share if g.expert else 1.0) * g.columns**2 for g in groups)
+        for group in groups:
+            moved = _statistics(group, recipe) - 4 * group.columns**2
+            work += calibration * (share if group.expert else 1.0) * (1.25 * group.columns**2 + 0.5 * moved)
+        work += 2.0 * calibration * block * share if recipe.corrects else 0.0
         work += sum(1.5 * g.columns**3 + 6.0 * g.columns * _weights(g) for g in groups)
     return cfg.layers * (work + SEARCH * sum(_weights(g) for g in groups))
 

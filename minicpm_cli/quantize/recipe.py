@@ -23,7 +23,8 @@ class Recipe:
     """How to quantize. `group` -1 is the whole row; `calib` a file, or "self" for the model's own samples.
 
     `samples` rows of `seqlen` tokens calibrate; None leaves the choice to the device. `damp` is the share of the mean
-    of the Hessian's diagonal that is added to it. `skip` names layers that stay plain: globs, or regular expressions
+    of the Hessian's diagonal that is added to it; `correction` is how much of what the layers before have lost a layer
+    makes up for. `skip` names layers that stay plain: globs, or regular expressions
     behind "re:".
     """
 
@@ -31,8 +32,9 @@ class Recipe:
     bits: int = 4
     group: int = 64
     symmetric: bool = True
-    act_order: bool = True
+    act_order: bool = False
     damp: float = 0.01
+    correction: float = 0.5
     skip: tuple[str, ...] = ()
     head_bits: int = 16
     calib: str = "self"
@@ -62,8 +64,13 @@ class Recipe:
         return self.method == "gptq"
 
     @property
+    def corrects(self) -> bool:
+        """Whether they depend on what the original layers read, too."""
+        return self.calibrates and self.correction > 0
+
+    @property
     def name(self) -> str:
-        """For people: "gptq w4 g64 sym act-order"."""
+        """For people: "gptq w4 g64 sym"."""
         return self.scheme.name if self.method == self.scheme.kind else f"{self.method} {self.scheme.name}"
 
     def skips(self, layer: str) -> bool:
@@ -110,6 +117,8 @@ def _wrong(recipe: Recipe) -> str | None:
         return f"--group-size is {recipe.group}; it must be 32, 64, 96, 128, another multiple of 8, or -1 for a row"
     if not 0 < recipe.damp <= 1:
         return f"--damp is {recipe.damp}; it must be above 0 and at most 1"
+    if not 0 <= recipe.correction <= 1:
+        return f"--correction is {recipe.correction}; it must be from 0 (none) to 1"
     for flag, value in (("--samples", recipe.samples), ("--seqlen", recipe.seqlen)):
         if value is not None and value < (2 if flag == "--seqlen" else 1):
             return f"{flag} is {value}; it must be a larger whole number"

@@ -39,8 +39,8 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class LayerReport:
-    """How a layer fared. `error` is relative: of its output over the calibration tokens, or of its weights where there
-    were none. `note` says what is out of the ordinary."""
+    """How a layer fared. `error` is relative: of its output over the calibration tokens, to that of the weights it was
+    solved for; or of its weights where there were no tokens. `note` says what is out of the ordinary."""
 
     name: str
     rows: int

@@ -136,7 +136,7 @@ def _make(job: Job, planned: Plan, work: WorkFolder, config: Mapping[str, Any], 
     resumed = sum(work.file(part_name(i)).exists() for i in range(job.cfg.layers))
     walk = Walk(job.path, job.cfg, job.recipe, job.device, job.dtype, work, *streams)
     layers = walk.run(lambda done, what: listen("quantizing", done, job.cfg.layers, what))
-    quality = _quality(job, streams, outer, listen)
+    quality = _quality(job, streams[1:3], outer, listen)
     listen("writing", 0, 1, "")
 
     def report(size: int) -> dict[str, Any]:
@@ -185,13 +185,13 @@ def _calibration(job: Job, work: WorkFolder, listen: Listen) -> Tensor | None:  
 
 def _streams(
     job: Job, ids: Tensor | None, outer: Outer, work: WorkFolder
-) -> tuple[Stream | None, Stream | None, Stream | None]:
-    """Calibration and held-out text before the first block; the latter twice, for the quantized and the original."""
-    file = work.file("states.bin")
+) -> tuple[Stream | None, Stream | None, Stream | None, Stream | None]:
+    """Before the first block, as the walk wants them: what is twice there moves behind the original blocks, too."""
     windows = [list(window.ids) for window in job.judge.windows] if job.judge else []
     held = torch.tensor(windows) if windows else None
     ours, theirs = (embedder(job.cfg, tensors, job.dtype) for tensors in (outer.plain, outer.original))
-    return _stream(job, ids, ours, file), _stream(job, held, ours), _stream(job, held, theirs)
+    full = _stream(job, ids, theirs, work.file("original.bin")) if job.recipe.corrects else None
+    return _stream(job, ids, ours, work.file("states.bin")), _stream(job, held, ours), _stream(job, held, theirs), full
 
 
 def _stream(job: Job, ids: Tensor | None, embed: Callable[[Tensor], Tensor], file: Path | None = None) -> Stream | None:
@@ -202,10 +202,8 @@ def _stream(job: Job, ids: Tensor | None, embed: Callable[[Tensor], Tensor], fil
     return stream
 
 
-def _quality(
-    job: Job, streams: tuple[Stream | None, Stream | None, Stream | None], outer: Outer, listen: Listen
-) -> Measured | None:
-    _, ours, theirs = streams
+def _quality(job: Job, streams: tuple[Stream | None, Stream | None], outer: Outer, listen: Listen) -> Measured | None:
+    ours, theirs = streams
     if job.judge is None or ours is None or theirs is None:
         return None
     listen("measuring", 0, 1, "")

@@ -11,12 +11,13 @@ from torch import Tensor
 
 from minicpm_cli.errors import WeightsError
 from minicpm_cli.quantize.forms import from_file, nearest, to_file
+from minicpm_cli.quantize.gather import Inputs
 from minicpm_cli.quantize.layers import Group, Layer
 from minicpm_cli.quantize.recipe import Recipe
 from minicpm_cli.quantize.report import LayerReport
+from quant.correction import corrected
 from quant.errors import QuantError
 from quant.gptq import gptq_solve_all
-from quant.hessian import Hessian
 from quant.pack import Packed
 from quant.scheme import Scheme
 
@@ -36,30 +37,33 @@ class Solution:
 def solve(
     group: Group,
     weights: Sequence[Tensor],  # each [N, K]
-    hessian: Hessian | None,
+    inputs: Inputs | None,
     recipe: Recipe,
     dtype: torch.dtype,
 ) -> list[Solution]:
     """Quantizes the layers of a group on their weights' device. Raises WeightsError for weights that are not finite."""
     try:
-        if hessian is not None and not _seldom(group, hessian):
-            return _solved(group, weights, hessian, recipe, dtype)
-        note = f"saw {hessian.tokens} tokens, rounded to nearest" if hessian is not None else None
-        tokens = hessian.tokens if hessian is not None else 0
+        tokens = inputs.hessian.tokens if inputs is not None else 0
+        if inputs is not None and not _seldom(group, tokens):
+            return _solved(group, weights, inputs, recipe, dtype)
+        note = f"saw {tokens} tokens, rounded to nearest" if inputs is not None else None
         pairs = zip(group.layers, weights, strict=True)
         return [_rounded(layer, w, recipe.scheme, dtype, tokens, note) for layer, w in pairs]
     except QuantError as error:
         raise WeightsError(f"{group.layers[0].name}: {error}") from error
 
 
-def _seldom(group: Group, hessian: Hessian) -> bool:
-    return group.expert and hessian.tokens * SEEN_SHARE < group.columns
+def _seldom(group: Group, tokens: int) -> bool:
+    return group.expert and tokens * SEEN_SHARE < group.columns
 
 
 def _solved(
-    group: Group, weights: Sequence[Tensor], hessian: Hessian, recipe: Recipe, dtype: torch.dtype
+    group: Group, weights: Sequence[Tensor], inputs: Inputs, recipe: Recipe, dtype: torch.dtype
 ) -> list[Solution]:
-    names = [layer.name for layer in group.layers]
+    names, hessian = [layer.name for layer in group.layers], inputs.hessian
+    if inputs.shift is not None:
+        whole = corrected(torch.cat(list(weights)), hessian, inputs.shift, strength=recipe.correction)
+        weights = torch.split(whole, [layer.rows for layer in group.layers])
     found = gptq_solve_all(weights, hessian, recipe.scheme, damp=recipe.damp, names=names)
     solutions = []
     for layer, one in zip(group.layers, found, strict=True):

@@ -40,21 +40,25 @@ class Stream:
 
     def start(self, embed: Callable[[Tensor], Tensor]) -> None:
         """The states before the first block; `embed` maps ids [T] to states [T, H] on any device."""
-        for part in self._parts():
-            self._put(part, embed(self.ids[part].reshape(-1)))
+        for part in self.parts():
+            self.put(part, embed(self.ids[part].reshape(-1)))
 
     def look(self, probe: Probe, half: Half) -> None:
         """Passes the half for its taps' sake alone."""
-        for part in self._parts():
-            try:
-                probe.run(half, self._get(part), self._layout(part))
-            except Reached:
-                continue
+        for part in self.parts():
+            self.run(part, probe, half)
 
     def pass_half(self, probe: Probe, half: Half) -> None:
         """Moves the states behind the half."""
-        for part in self._parts():
-            self._put(part, probe.run(half, self._get(part), self._layout(part)))
+        for part in self.parts():
+            self.put(part, probe.run(half, self.state(part), self._layout(part)))
+
+    def run(self, part: slice, probe: Probe, half: Half) -> Tensor | None:  # [T, H]
+        """The states behind the half of some rows, unless a tap ends the pass; they are not moved."""
+        try:
+            return probe.run(half, self.state(part), self._layout(part))
+        except Reached:
+            return None
 
     def row(self, index: int) -> Tensor:  # [S, H] on the device
         return self._states[index].to(self._device)
@@ -63,15 +67,16 @@ class Stream:
         """Scratch on the device goes; the states stay."""
         self._layouts.clear()
 
-    def _parts(self) -> Iterator[slice]:
+    def parts(self) -> Iterator[slice]:
+        """Rows that pass at once."""
         step = rows_at_once(self._device, self.ids.shape[1])
         for start in range(0, len(self.ids), step):
             yield slice(start, min(start + step, len(self.ids)))
 
-    def _get(self, part: slice) -> Tensor:
+    def state(self, part: slice) -> Tensor:  # [T, H] on the device
         return self._states[part].to(self._device, non_blocking=True).flatten(0, 1)
 
-    def _put(self, part: slice, h: Tensor) -> None:
+    def put(self, part: slice, h: Tensor) -> None:
         """Without waiting: the host never reads the states, and the device's copies run in their order."""
         self._states[part].copy_(h.view(self._states[part].shape), non_blocking=True)
 

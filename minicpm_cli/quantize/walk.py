@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 from minicpm_cli.model.config import ModelConfig
-from minicpm_cli.quantize.block import Look, Probe, Reached
+from minicpm_cli.quantize.block import Probe
 from minicpm_cli.quantize.folder import WorkFolder
+from minicpm_cli.quantize.gather import Inputs, gather, gather_both
 from minicpm_cli.quantize.layers import Half, Stage, block_shapes, stages
 from minicpm_cli.quantize.recipe import Recipe
 from minicpm_cli.quantize.report import LayerReport
 from minicpm_cli.quantize.solve import Solution, restored, solve
 from minicpm_cli.quantize.stream import Stream
 from minicpm_cli.quantize.tensors import read_tensors, written
-from quant.hessian import Hessian
 
 HALVES: tuple[Half, ...] = ("attention", "mlp")
 REPORTS = "layers"
@@ -35,7 +35,8 @@ def part_name(index: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """`calibration` and `heldout` move behind the quantized blocks, `original` behind the source's own."""
+    """`calibration` and `heldout` move behind the quantized blocks; behind the source's own do `original`, the held-out
+    text again, and `full`, the calibration again, where weights are corrected."""
 
     path: Path
     cfg: ModelConfig
@@ -46,6 +47,7 @@ class Walk:
     calibration: Stream | None
     heldout: Stream | None
     original: Stream | None
+    full: Stream | None
 
     def run(self, on_progress: Progress) -> list[LayerReport]:
         """All blocks; those that an earlier run finished are only passed. Raises ModelError or FileError."""
@@ -59,14 +61,17 @@ class Walk:
 
     def _block(self, index: int, say: Callable[[str], None]) -> list[LayerReport]:
         source = read_tensors(self.path, self.cfg, block_shapes(self.cfg, index))
+        before = self._probe(index, source) if self.full is not None else None
         if self.original is not None:
-            self._pass(self._probe(index, source), [self.original], HALVES)
+            self._pass(before or self._probe(index, source), [self.original], HALVES)
         saved = self.work.load(part_name(index))
         if saved is not None:
             tensors, notes = saved
+            if before is not None and self.full is not None:
+                self._pass(before, [self.full], HALVES)
             self._pass(self._probe(index, self._restored(index, tensors)), self._streams, HALVES)
             return [LayerReport(**record) for record in json.loads(notes[REPORTS])]
-        solutions = self._solve(index, source, say)
+        solutions = self._solve(index, source, before, say)
         reports = [solution.report for solution in solutions.values()]
         self._save(index, source, solutions, reports)
         return reports
@@ -83,33 +88,37 @@ class Walk:
             for half in halves:
                 stream.pass_half(probe, half)
 
-    def _solve(self, index: int, source: Mapping[str, Tensor], say: Callable[[str], None]) -> dict[str, Solution]:
+    def _solve(
+        self, index: int, source: Mapping[str, Tensor], before: Probe | None, say: Callable[[str], None]
+    ) -> dict[str, Solution]:
         """Quantizes the block's layers and moves the streams behind it."""
         current = {name: written(tensor).to(self.device, self.dtype) for name, tensor in source.items()}
         solutions: dict[str, Solution] = {}
         todo = stages(self.cfg, index, self.recipe)
         for half in HALVES:
-            for stage in (stage for stage in todo if stage.half == half):
+            within = [stage for stage in todo if stage.half == half]
+            for stage in within:
                 say(stage.groups[0].tap)
-                hessians = self._gather(index, stage, current)
+                gathered = self._gather(stage, self._probe(index, current), before, last=stage is within[-1])
                 for group in stage.groups:
                     weights = [source[layer.tensor].to(self.device).float() for layer in group.layers]
-                    for solution in solve(group, weights, hessians.pop(group.tap, None), self.recipe, self.dtype):
+                    for solution in solve(group, weights, gathered.pop(group.tap, None), self.recipe, self.dtype):
                         solutions[solution.layer.name] = solution
                         current[solution.layer.tensor] = solution.weight
             if self._streams:
                 self._pass(self._probe(index, current), self._streams, [half])
+            if not within and before is not None and self.full is not None:
+                self._pass(before, [self.full], [half])
         return solutions
 
-    def _gather(self, index: int, stage: Stage, current: Mapping[str, Tensor]) -> dict[str, Hessian]:
-        """The statistics of what each group of the stage reads; none where the method needs none."""
+    def _gather(self, stage: Stage, probe: Probe, before: Probe | None, *, last: bool) -> dict[str, Inputs]:
+        """The statistics of what each group of the stage reads; none where the method needs none. The last stage of a
+        half moves `full` behind it."""
         if self.calibration is None or not self.recipe.calibrates:
             return {}
-        hessians = {group.tap: Hessian(group.columns, self.device) for group in stage.groups}
-        probe = self._probe(index, current)
-        with probe.tapped(_looks(hessians)):
-            self.calibration.look(probe, stage.half)
-        return hessians
+        if self.full is None or before is None:
+            return gather(stage, probe, self.calibration, self.device)
+        return gather_both(stage, (probe, before), (self.calibration, self.full), self.device, move=last)
 
     def _restored(self, index: int, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The block's tensors as a finished part holds them."""
@@ -132,17 +141,3 @@ class Walk:
             else:
                 tensors |= {f"{solution.layer.name}.{suffix}": t for suffix, t in solution.tensors.items()}
         self.work.save(part_name(index), tensors, {REPORTS: json.dumps([asdict(report) for report in reports])})
-
-
-def _looks(hessians: Mapping[str, Hessian]) -> dict[str, Look]:
-    """One look a Hessian. The last of a dense stage ends the pass; which expert is the last, nobody knows before."""
-    looks: dict[str, Look] = {tap: hessian.add for tap, hessian in hessians.items()}
-    last = list(hessians)[-1]
-    if ".experts." in last:
-        return looks
-
-    def see_and_stop(x: Tensor) -> None:
-        hessians[last].add(x)
-        raise Reached
-
-    return looks | {last: see_and_stop}

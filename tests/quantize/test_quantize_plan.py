@@ -21,7 +21,8 @@ SHAPE_2B = checkpoint_config("minicpm-2b", exact=True, layers=40, vocab=122753)
 
 
 def test_the_bytes_of_a_2b_are_those_of_its_shapes() -> None:
-    made = make_plan(ModelConfig.from_hf(SHAPE_2B), Recipe(calib="a.txt"), Amount(128, 2048), 3072, MACHINE)
+    cfg, recipe = ModelConfig.from_hf(SHAPE_2B), Recipe(calib="a.txt", correction=0)
+    made = make_plan(cfg, recipe, Amount(128, 2048), 3072, MACHINE)
     block = 4 * 2304 * 2304 + 3 * 2304 * 5760 + 2 * 2304
     assert made.parts["block"] == 2 * block
     assert made.parts["statistics"] == 4 * 5760**2
@@ -30,8 +31,15 @@ def test_the_bytes_of_a_2b_are_those_of_its_shapes() -> None:
     assert made.parts["embedding"] == 122753 * 2304 * 2
     assert made.parts["sampling"] == 0
     assert made.parts["solving"] == 4 * (7 * 5760**2 + 6 * 5760 * 2304)
+    assert made.parts["original"] == 0
     assert made.peak < 3 * 10**9
     assert made.problem == ""
+    corrected = make_plan(cfg, Recipe(calib="a.txt"), Amount(128, 2048), 3072, MACHINE)
+    assert corrected.parts["original"] == 2 * block
+    assert corrected.parts["statistics"] == 4 * (2 * 5760**2 + 2304 * 5760)
+    assert corrected.parts["states"] == (2 * 128 * 2048 + 2 * 3072) * 2304 * 2
+    assert made.peak < corrected.peak < 3 * 10**9
+    assert made.host < corrected.host
 
 
 def test_its_own_samples_fit_the_same_promise() -> None:

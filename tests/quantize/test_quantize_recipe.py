@@ -28,6 +28,8 @@ def cfg_of(family: str, **changes: Any) -> ModelConfig:
         ({"group": 36}, "group of 36"),
         ({"damp": 0.0}, "--damp is 0.0"),
         ({"damp": float("nan")}, "--damp is nan"),
+        ({"correction": 1.5}, "--correction is 1.5"),
+        ({"correction": float("nan")}, "--correction is nan"),
         ({"head_bits": 4}, "--head-bits is 4"),
         ({"head_bits": 8, "method": "nf4"}, "--head-bits 8 goes with --method gptq or rtn"),
         ({"samples": 0}, "--samples is 0"),
@@ -42,7 +44,8 @@ def test_what_cannot_be_is_refused(options: dict[str, Any], said: str) -> None:
 
 
 def test_the_recipe_is_named_for_people() -> None:
-    assert Recipe().name == "gptq w4 g64 sym act-order"
+    assert Recipe().name == "gptq w4 g64 sym"
+    assert Recipe(act_order=True, symmetric=False).name == "gptq w4 g64 asym act-order"
     assert Recipe(method="rtn", bits=8, group=-1, symmetric=False).name == "rtn w8 row asym"
     assert Recipe(method="nf4").name == "nf4"
 

@@ -126,7 +126,9 @@ def walk(path: Path, work: WorkFolder, ids: Tensor, **recipe: Any) -> tuple[list
     cfg = Checkpoint.read(path).cfg
     tensors = read_tensors(path, cfg, {"model.embed_tokens.weight": (cfg.vocab, cfg.hidden_size)})
     calibration, held, original = (started(cfg, i, tensors) for i in (ids, ids[:1], ids[:1]))
-    made = Walk(path, cfg, Recipe(group=32, **recipe), CPU, FP32, work, calibration, held, original)
+    wanted = Recipe(group=32, **recipe)
+    full = started(cfg, ids, tensors) if wanted.corrects else None
+    made = Walk(path, cfg, wanted, CPU, FP32, work, calibration, held, original, full)
     return made.run(lambda done, what: None), held, original
 
 
