@@ -19,8 +19,9 @@ from torch import Tensor
 
 from minicpm_cli.errors import FileError, UsageError, WeightsError
 
-SUFFIX = ".partial"
+SUFFIX, LOCK = ".partial", "lock"
 MANIFEST = "manifest.json"
+CHEAP = ("outer.safetensors",)  # parts that are only copied
 _NAMED = "quantizing"  # the key that tells our manifest from anybody's JSON file
 
 
@@ -45,6 +46,8 @@ class WorkFolder:
             if fresh:
                 self._clear()
             known = self._known()
+            if known is not None and known != _plain(manifest) and not self._costly():
+                known = None
             if known is None:
                 self._clear()
                 write_json(self.path / MANIFEST, {_NAMED: dict(manifest)})
@@ -107,6 +110,10 @@ class WorkFolder:
             raise UsageError(f"{self.path / MANIFEST} is not ours or is damaged; remove {self.path}") from None
         return dict(found)
 
+    def _costly(self) -> bool:
+        """Whether there is work that took time."""
+        return any(path.suffix == ".safetensors" and path.name not in CHEAP for path in self.path.iterdir())
+
     def _clear(self) -> None:
         for path in self.path.iterdir():
             if path.name != LOCK:
@@ -119,9 +126,6 @@ class WorkFolder:
         if not _locked(self._lock):
             self.close()
             raise UsageError(f"{self.target} is being quantized by another process. Wait for it, or give another OUT.")
-
-
-LOCK = "lock"
 
 
 def check_target(target: Path) -> None:
@@ -166,7 +170,7 @@ def failed(action: str, path: Path, error: OSError) -> FileError:
 
 
 def _compare(known: Mapping[str, Any], manifest: Mapping[str, Any], path: Path) -> None:
-    wanted = json.loads(json.dumps(manifest))
+    wanted = _plain(manifest)
     keys = [key for key in {**wanted, **known} if known.get(key) != wanted.get(key)]
     changed = [f"{key} was {known.get(key)!r}, is {wanted.get(key)!r}" for key in keys]
     if changed:
@@ -174,6 +178,12 @@ def _compare(known: Mapping[str, Any], manifest: Mapping[str, Any], path: Path) 
             f"{path} holds unfinished work of other settings ({'; '.join(changed)}). Give the same ones to go on, "
             "--no-resume to start over, or another OUT."
         )
+
+
+def _plain(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """As it comes back from a file."""
+    found: dict[str, Any] = json.loads(json.dumps(manifest))
+    return found
 
 
 def _locked(file: IO[bytes]) -> bool:

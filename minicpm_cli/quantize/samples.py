@@ -5,20 +5,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from minicpm_cli.engine.engine import Engine, EngineConfig, EngineRequest
 from minicpm_cli.llm.prompter import Prompter
+from minicpm_cli.model.config import ModelConfig
 from minicpm_cli.model.decoder import Decoder
 from minicpm_cli.model.kv import KVCache
-from minicpm_cli.model.load_scheme import AS_STORED, LoadScheme
+from minicpm_cli.model.load_scheme import LoadScheme
 from minicpm_cli.model.loader import build_decoder
-from minicpm_cli.model.source import TensorSource, open_source
+from minicpm_cli.model.shapes import Shape, tensor_shapes
 from minicpm_cli.quantize.calibration import Amount, packed
+from minicpm_cli.quantize.layers import block_shapes
 from minicpm_cli.quantize.openings import BEGINNINGS, QUESTIONS
 from minicpm_cli.quantize.seating import PAGE, Seating, sampled_in
+from minicpm_cli.quantize.tensors import read_tensors
 from minicpm_cli.text.template import ChatTemplate, build_prompt, raw_prompt
 from minicpm_cli.text.tokenizer import Tokenizer
 from minicpm_cli.types import Message, SamplingParams
@@ -93,15 +97,11 @@ def _requests(
 
 def model_samples(prompter: Prompter, wanted: Amount, seed: int, device: torch.device, on_progress: Told) -> Tensor:
     """Loads the model, lets it write and drops it. Plain weights are the fastest for many sequences at once; a large
-    model is loaded in 4 bits, unless its file is packed as it is."""
+    model is loaded in 4 bits."""
     checkpoint = prompter.checkpoint
     cfg = checkpoint.cfg.with_context(Seating.of(checkpoint.cfg, DTYPE.itemsize, wanted).length)
-    source, scheme = open_source(checkpoint.path, cfg), LoadScheme.of(sampled_in(cfg), 16)
-    if not scheme.linear:
-        source = Unpacked(source)
-    elif checkpoint.packing:
-        scheme = AS_STORED
-    decoder = build_decoder(source, cfg, device, DTYPE, scheme=scheme)
+    scheme = LoadScheme.of(sampled_in(cfg), 16)
+    decoder = build_decoder(Parts(checkpoint.path, cfg), cfg, device, DTYPE, scheme=scheme)
     prompts = openings(prompter.tokenizer, prompter.template)
     ids = own_samples(decoder, prompts, prompter.eos_ids, wanted, seed, on_progress)
     del decoder
@@ -110,27 +110,42 @@ def model_samples(prompter: Prompter, wanted: Amount, seed: int, device: torch.d
     return ids
 
 
-class Unpacked:
-    """A source whose packed tensors come plain."""
+class Parts:
+    """A checkpoint as a source that maps one block of it at a time, plain: what was read of a mapped file stays resident
+    until it is unmapped, and all of a large one may not fit."""
 
-    def __init__(self, inner: TensorSource) -> None:
-        self._inner = inner
+    def __init__(self, path: Path, cfg: ModelConfig) -> None:
+        self._path, self._cfg = path, cfg
+        self._shapes = {name: shape for part in _parts(cfg) for name, shape in part.items()}
+        self._held: dict[str, Tensor] = {}
 
     def __contains__(self, name: str) -> bool:
-        return name in self._inner
+        return name in self._shapes
 
     def names(self) -> set[str]:
-        return self._inner.names()
+        return set(self._shapes)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._inner.shape(name)
+        return self._shapes[name]
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        stored = self._inner.take(name, shape)
-        return stored if isinstance(stored, Tensor) else stored.dequantize(DTYPE)
+        if name not in self._held:
+            self._held = {}  # goes before the next one comes
+            part = next(part for part in _parts(self._cfg) if name in part)
+            self._held = read_tensors(self._path, self._cfg, part)
+        return self._held.pop(name)
 
     def ignore(self, name: str) -> None:
-        self._inner.ignore(name)
+        """Nothing is accounted for here."""
 
     def finish(self) -> None:
-        self._inner.finish()
+        self._held = {}
+
+
+def _parts(cfg: ModelConfig) -> Iterator[dict[str, Shape]]:
+    """Each tensor outside the blocks, and each block."""
+    for name, shape in tensor_shapes(cfg).items():
+        if not name.startswith("model.layers."):
+            yield {name: shape}
+    for index in range(cfg.layers):
+        yield block_shapes(cfg, index)
