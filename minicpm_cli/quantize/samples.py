@@ -111,8 +111,10 @@ def model_samples(prompter: Prompter, wanted: Amount, seed: int, device: torch.d
 
 
 class Parts:
-    """A checkpoint as a source that maps one block of it at a time, plain: what was read of a mapped file stays resident
-    until it is unmapped, and all of a large one may not fit."""
+    """A checkpoint as a source that maps one block of it at a time, plain.
+
+    What was read of a mapped file stays resident until it is unmapped, and all of a large one may not fit.
+    """
 
     def __init__(self, path: Path, cfg: ModelConfig) -> None:
         self._path, self._cfg = path, cfg
