@@ -13,7 +13,7 @@ from torch import Tensor
 from minicpm_cli.quantize.block import Look, Probe, Reached
 from minicpm_cli.quantize.layers import Group, Stage
 from minicpm_cli.quantize.stream import Stream
-from quant.correction import Shift
+from quant.correction import Shift, Wanted
 from quant.hessian import Hessian
 
 ROUTED, CHOSEN = "mlp.router", "mlp.chosen"  # what a router reads, and the experts that it chooses
@@ -21,20 +21,25 @@ ROUTED, CHOSEN = "mlp.router", "mlp.chosen"  # what a router reads, and the expe
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """Of the layers of a group; `shift` None: they are not corrected."""
+    """Of the layers of a group; `aim` None: they are not corrected."""
 
     hessian: Hessian
-    shift: Shift | None
+    aim: Shift | Wanted | None
 
     @classmethod
-    def of(cls, group: Group, device: torch.device, *, corrects: bool) -> Inputs:
-        rows = group.layers[0].rows if group.adds else 0
-        return cls(Hessian(group.columns, device), Shift(group.columns, device, rows) if corrects else None)
+    def plain(cls, group: Group, device: torch.device) -> Inputs:
+        return cls(Hessian(group.columns, device), None)
+
+    @classmethod
+    def corrected(cls, group: Group, device: torch.device) -> Inputs:
+        """A layer that adds to the residual stream makes up for what the stream has lost, too."""
+        k, hessian = group.columns, Hessian(group.columns, device)
+        return cls(hessian, Wanted(group.layers[0].rows, k, device) if group.adds else Shift(k, device))
 
 
 def gather(stage: Stage, probe: Probe, stream: Stream, device: torch.device) -> dict[str, Inputs]:
     """By tap, of the block as it is; the states stay where they are."""
-    found = {group.tap: Inputs.of(group, device, corrects=False) for group in stage.groups}
+    found = {group.tap: Inputs.plain(group, device) for group in stage.groups}
     with probe.tapped(_ending({tap: inputs.hessian.add for tap, inputs in found.items()})):
         stream.look(probe, stage.half)
     return found
@@ -45,18 +50,17 @@ def gather_both(
     probes: tuple[Probe, Probe],  # the block as it is, and as it was
     streams: tuple[Stream, Stream],  # of the same tokens behind the quantized and the original blocks
     device: torch.device,
-    *,
-    move: bool,  # the original stream behind the half, as all of it is computed anyway
 ) -> dict[str, Inputs]:
-    """By tap, with the difference between the streams."""
+    """By tap, with what the original layers read or add. A stage that adds to the residual stream moves the original
+    stream behind its half."""
     (probe, original), (ours, theirs) = probes, streams
-    pair = Pair({group.tap: Inputs.of(group, device, corrects=True) for group in stage.groups}, original)
+    pair = Pair({group.tap: Inputs.corrected(group, device) for group in stage.groups}, original)
     kept = pair.keeps()
-    with probe.tapped(_ending(pair.counts())), original.tapped(kept if move else _ending(kept)):
+    with probe.tapped(_ending(pair.counts())), original.tapped(kept if stage.adds else _ending(kept)):
         for part in ours.parts():
             h, full = ours.state(part), theirs.state(part)
             behind = theirs.run(part, original, stage.half)
-            pair.lost = (full - h) / original.block.residual_scale
+            pair.stream(h, full, behind)
             ours.run(part, probe, stage.half)
             if behind is not None:
                 theirs.put(part, behind)
@@ -68,14 +72,17 @@ class Pair:
 
     def __init__(self, inputs: dict[str, Inputs], original: Probe) -> None:
         self.inputs = inputs
-        self.lost: Tensor | None = None  # [T, H], by the residual stream, in sizes of the layers' outputs
+        self._lost: Tensor | None = None  # [T, H], by the residual stream, in sizes of the layers' outputs
+        self._added: Tensor | None = None  # [T, H], what the half should add to it
         self._full: dict[str, Tensor] = {}  # [T, K], by tap of the original block
         self._chosen: Tensor | None = None  # [T, active], by the quantized block's router
         self._original = original
 
     def keeps(self) -> dict[str, Look]:
-        """At the original block. Which of its experts another router will choose, nobody knows yet."""
-        taps = dict.fromkeys(ROUTED if _expert(tap) is not None else tap for tap in self.inputs)
+        """At the original block, where not its output alone is wanted. Which of its experts another router will choose,
+        nobody knows yet."""
+        read = [tap for tap, one in self.inputs.items() if isinstance(one.aim, Shift) or _expert(tap) is not None]
+        taps = dict.fromkeys(tap if _expert(tap) is None else ROUTED for tap in read)
         return {tap: partial(self._full.__setitem__, tap) for tap in taps}
 
     def counts(self) -> dict[str, Look]:
@@ -85,27 +92,36 @@ class Pair:
             return {CHOSEN: self._choose} | looks
         return looks
 
+    def stream(self, h: Tensor, full: Tensor, behind: Tensor | None) -> None:  # [T, H] each
+        """States before the half, and of the original stream behind it, too."""
+        scale = self._original.block.residual_scale
+        self._lost = (full.float() - h.float()) / scale
+        self._added = None if behind is None else (behind.float() - h.float()) / scale
+
     def _choose(self, chosen: Tensor) -> None:
         self._chosen = chosen
 
     def _count(self, tap: str, x: Tensor) -> None:
         inputs, expert = self.inputs[tap], _expert(tap)
-        assert inputs.shift is not None
-        assert self.lost is not None
-        full, lost = self._full.get(tap), self.lost
-        if expert is not None:
-            assert self._chosen is not None
-            rows = torch.where(self._chosen == expert)[0]
-            full, lost = self._at_expert(tap, expert, self._full[ROUTED][rows]), lost[rows]
-        assert full is not None
         inputs.hessian.add(x)
-        inputs.shift.add(x, full, lost if inputs.shift.rows else None)
+        if isinstance(inputs.aim, Shift):
+            inputs.aim.add(x, self._full[tap] if expert is None else self._full[ROUTED][self._rows(expert)])
+        elif inputs.aim is not None:
+            y = self._added if expert is None else self._at_expert(expert)
+            assert y is not None
+            inputs.aim.add(x, y)
 
-    def _at_expert(self, tap: str, expert: int, routed: Tensor) -> Tensor:  # [T', H] -> [T', K]
-        """What the original expert would have read of the tokens that the quantized block sends there."""
-        mlp = self._original.block.mlp.experts[expert]
-        full: Tensor = mlp.activate(mlp.gate_up(routed)) if tap.endswith(".down") else routed
-        return full
+    def _rows(self, expert: int) -> Tensor:  # [T']
+        """Of the tokens that the quantized block sends there."""
+        assert self._chosen is not None
+        return torch.where(self._chosen == expert)[0]
+
+    def _at_expert(self, expert: int) -> Tensor:  # [T', H]
+        """What the expert should put out: the shares of a token's experts sum to 1, and so they share what is lost."""
+        rows = self._rows(expert)
+        assert self._lost is not None
+        y: Tensor = self._original.block.mlp.experts[expert](self._full[ROUTED][rows])
+        return y + self._lost[rows]
 
 
 def _expert(tap: str) -> int | None:

@@ -65,6 +65,11 @@ class Stage:
     half: Half
     groups: tuple[Group, ...]
 
+    @property
+    def adds(self) -> bool:
+        """Whether it is the last of its half, whose outputs go into the residual stream."""
+        return self.groups[0].adds
+
 
 def block_prefix(index: int) -> str:
     return f"model.layers.{index}."

@@ -199,11 +199,11 @@ def _elements(shapes: Iterable[Shape]) -> int:
 
 
 def _statistics(group: Group, recipe: Recipe) -> int:
-    """The Hessian; where weights are corrected how the inputs and, of a layer that adds to it, the residual stream have
-    moved."""
-    if not recipe.corrects:
-        return 4 * group.columns**2
-    return 4 * (2 * group.columns**2 + (group.layers[0].weights if group.adds else 0))
+    """The Hessian; where weights are corrected what the original inputs or outputs have to do with the inputs."""
+    aim = 0
+    if recipe.corrects:
+        aim = group.layers[0].weights if group.adds else group.columns**2
+    return 4 * (group.columns**2 + aim)
 
 
 def _solving(group: Group, recipe: Recipe) -> int:

@@ -61,8 +61,8 @@ def _solved(
     group: Group, weights: Sequence[Tensor], inputs: Inputs, recipe: Recipe, dtype: torch.dtype
 ) -> list[Solution]:
     names, hessian = [layer.name for layer in group.layers], inputs.hessian
-    if inputs.shift is not None:
-        whole = corrected(torch.cat(list(weights)), hessian, inputs.shift, strength=recipe.correction)
+    if inputs.aim is not None:
+        whole = corrected(torch.cat(list(weights)), hessian, inputs.aim, strength=recipe.correction)
         weights = torch.split(whole, [layer.rows for layer in group.layers])
     found = gptq_solve_all(weights, hessian, recipe.scheme, damp=recipe.damp, names=names)
     solutions = []

@@ -99,7 +99,7 @@ class Walk:
             within = [stage for stage in todo if stage.half == half]
             for stage in within:
                 say(stage.groups[0].tap)
-                gathered = self._gather(stage, self._probe(index, current), before, last=stage is within[-1])
+                gathered = self._gather(stage, self._probe(index, current), before)
                 for group in stage.groups:
                     weights = [source[layer.tensor].to(self.device).float() for layer in group.layers]
                     for solution in solve(group, weights, gathered.pop(group.tap, None), self.recipe, self.dtype):
@@ -107,18 +107,17 @@ class Walk:
                         current[solution.layer.tensor] = solution.weight
             if self._streams:
                 self._pass(self._probe(index, current), self._streams, [half])
-            if not within and before is not None and self.full is not None:
+            if before is not None and self.full is not None and not any(stage.adds for stage in within):
                 self._pass(before, [self.full], [half])
         return solutions
 
-    def _gather(self, stage: Stage, probe: Probe, before: Probe | None, *, last: bool) -> dict[str, Inputs]:
-        """The statistics of what each group of the stage reads; none where the method needs none. The last stage of a
-        half moves `full` behind it."""
+    def _gather(self, stage: Stage, probe: Probe, before: Probe | None) -> dict[str, Inputs]:
+        """The statistics of what each group of the stage reads; none where the method needs none."""
         if self.calibration is None or not self.recipe.calibrates:
             return {}
         if self.full is None or before is None:
             return gather(stage, probe, self.calibration, self.device)
-        return gather_both(stage, (probe, before), (self.calibration, self.full), self.device, move=last)
+        return gather_both(stage, (probe, before), (self.calibration, self.full), self.device)
 
     def _restored(self, index: int, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The block's tensors as a finished part holds them."""

@@ -23,6 +23,7 @@ from minicpm_cli.quantize.recipe import Recipe
 from minicpm_cli.quantize.stream import Stream
 from minicpm_cli.quantize.tensors import read_tensors
 from minicpm_cli.quantize.walk import Walk
+from quant.correction import Shift, Wanted
 from steps import relative_error
 
 CPU, FP32 = torch.device("cpu"), torch.float32
@@ -59,6 +60,9 @@ class Case:
     def probe(self, tensors: dict[str, Tensor]) -> Probe:
         return Probe(self.cfg, 0, tensors, CPU, FP32)
 
+    def probes(self) -> tuple[Probe, Probe]:
+        return self.probe(self.near), self.probe(self.tensors)
+
     def states(self, stream: Stream) -> Tensor:  # [T, H]
         return torch.cat([stream.row(i) for i in range(len(stream.ids))]).double()
 
@@ -72,17 +76,13 @@ class Case:
         return {tap: torch.cat(parts).double() for tap, parts in seen.items()}
 
 
-def check(inputs: Inputs, x: Tensor, full: Tensor, lost: Tensor | None) -> None:
+def check(inputs: Inputs, x: Tensor, aim: type, wanted: Tensor) -> None:
     """Against products in float64."""
     assert inputs.hessian.tokens == len(x)
     assert relative_error(inputs.hessian.matrix, x.T @ x / len(x)) < 1e-5
-    assert inputs.shift is not None
-    assert relative_error(inputs.shift.inputs, (full - x).T @ x / len(x)) < 1e-5
-    if lost is None:
-        assert inputs.shift.residual is None
-    else:
-        assert inputs.shift.residual is not None
-        assert relative_error(inputs.shift.residual, lost.T @ x / len(x)) < 1e-5
+    assert type(inputs.aim) is aim
+    assert inputs.aim.tokens == len(x)
+    assert relative_error(inputs.aim.matrix, wanted.T @ x / len(x)) < 1e-5
 
 
 @pytest.mark.parametrize("family", ["minicpm-2b", "minicpm3-4b", "minicpm5-1b"])
@@ -93,18 +93,18 @@ def test_the_difference_between_the_streams_at_every_stage(family: str) -> None:
         taps = [group.tap for group in stage.groups]
         x, full = case.read(stage, case.near, case.ours, taps), case.read(stage, case.tensors, case.theirs, taps)
         lost = (case.states(case.theirs) - case.states(case.ours)) / case.cfg.residual_scale
-        before = case.states(case.theirs), case.states(case.ours)
-        probes = case.probe(case.near), case.probe(case.tensors)
-        gathered = gather_both(stage, probes, (case.ours, case.theirs), CPU, move=False)
+        gathered = gather_both(stage, case.probes(), (case.ours, case.theirs), CPU)
         assert list(gathered) == taps
         for group in stage.groups:
-            check(gathered[group.tap], x[group.tap], full[group.tap], lost if group.adds else None)
-            added |= {layer.name.rsplit(".", 1)[1] for layer in group.layers if group.adds}
-        assert torch.equal(case.states(case.theirs), before[0])
-        assert torch.equal(case.states(case.ours), before[1])
-        if stage is found[-1] or found[found.index(stage) + 1].half != stage.half:
+            a, b = x[group.tap], full[group.tap]
+            if group.adds:
+                name = group.layers[0].name
+                check(gathered[group.tap], a, Wanted, b @ case.tensors[f"{name}.weight"].double().T + lost)
+                added.add(name.rsplit(".", 1)[1])
+            else:
+                check(gathered[group.tap], a, Shift, b - a)
+        if stage.adds:  # the original stream has moved
             case.ours.pass_half(case.probe(case.near), stage.half)
-            case.theirs.pass_half(case.probe(case.tensors), stage.half)
     assert added == {"o_proj", "down_proj"}
 
 
@@ -125,15 +125,15 @@ def test_an_expert_is_compared_with_itself_on_the_tokens_that_it_gets_now() -> N
     assert not torch.equal(chosen.sort().values, unmoved.sort().values)  # the routers disagree on some tokens
     lost = (case.states(case.theirs) - case.states(case.ours)) / case.cfg.residual_scale
     for stage in (first, second):
-        probes = case.probe(case.near), case.probe(case.tensors)
-        gathered = gather_both(stage, probes, (case.ours, case.theirs), CPU, move=False)
+        gathered = gather_both(stage, case.probes(), (case.ours, case.theirs), CPU)
         for number, group in enumerate(stage.groups):
             at = (chosen == number).any(-1)
             if stage is first:
-                check(gathered[group.tap], x[at], full[at], None)
+                check(gathered[group.tap], x[at], Shift, full[at] - x[at])
             else:
                 inner = [activations(t, number, y[at]) for t, y in ((case.near, x), (case.tensors, full))]
-                check(gathered[group.tap], inner[0], inner[1], lost[at])
+                w2 = case.tensors[f"model.layers.0.mlp.experts.{number}.w2.weight"].double()
+                check(gathered[group.tap], inner[0], Wanted, inner[1] @ w2.T + lost[at])
 
 
 def activations(tensors: dict[str, Tensor], expert: int, x: Tensor) -> Tensor:
@@ -144,8 +144,8 @@ def activations(tensors: dict[str, Tensor], expert: int, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("family", ["minicpm-2b", "minicpm-moe-8x2b"])
 def test_the_original_stream_moves_with_the_last_look(family: str) -> None:
     case, other = Case(family), Case(family)
-    last = next(stage for stage in stages(case.cfg, 0, Recipe()) if stage.groups[0].adds)
-    gather_both(last, (case.probe(case.near), case.probe(case.tensors)), (case.ours, case.theirs), CPU, move=True)
+    last = next(stage for stage in stages(case.cfg, 0, Recipe()) if stage.adds)
+    gather_both(last, case.probes(), (case.ours, case.theirs), CPU)
     other.theirs.pass_half(other.probe(other.tensors), last.half)
     assert torch.equal(case.states(case.theirs), other.states(other.theirs))
     assert torch.equal(case.states(case.ours), other.states(other.ours))

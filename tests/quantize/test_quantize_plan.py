@@ -36,7 +36,7 @@ def test_the_bytes_of_a_2b_are_those_of_its_shapes() -> None:
     assert made.problem == ""
     corrected = make_plan(cfg, Recipe(calib="a.txt"), Amount(128, 2048), 3072, MACHINE)
     assert corrected.parts["original"] == 2 * block
-    assert corrected.parts["statistics"] == 4 * (2 * 5760**2 + 2304 * 5760)
+    assert corrected.parts["statistics"] == 4 * (5760**2 + 2304 * 5760)
     assert corrected.parts["states"] == (2 * 128 * 2048 + 2 * 3072) * 2304 * 2
     assert made.peak < corrected.peak < 3 * 10**9
     assert made.host < corrected.host
