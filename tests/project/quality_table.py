@@ -1,6 +1,6 @@
 """Measures the README's quality table: the demo by each recipe, and by auto-gptq's solver on the same tokens.
 
-Run by hand, half an hour on two quiet cores: `python tests/project/quality_table.py`, then
+Run by hand, an hour on two quiet cores: `python tests/project/quality_table.py`, then
 `python tests/project/readme.py`. Rows are added to .bench/quality.jsonl as they are measured; the last of each counts.
 """
 
@@ -33,11 +33,18 @@ from project.readme import QUALITY  # noqa: E402
 
 AMOUNT = Amount(32, 512)
 FOUR, OWN = "32x512 of four texts", "32x512 of its own samples"
+W4 = Recipe("gptq", 4, 64)
+ASYM = Recipe("gptq", 4, 32, symmetric=False)
+W8 = Recipe("gptq", 8, 64)
+THEIRS = tuple(replace(recipe, act_order=True, correction=0.0) for recipe in (W4, ASYM, W8))
 RECIPES = (
-    Recipe("gptq", 4, 64),
-    Recipe("gptq", 4, 64, act_order=False),
-    Recipe("gptq", 4, 32, symmetric=False),
-    Recipe("gptq", 8, 64),
+    W4,
+    replace(W4, act_order=True),
+    replace(W4, correction=0.0),
+    ASYM,
+    replace(ASYM, act_order=True),
+    W8,
+    *THEIRS,
     Recipe("rtn", 4, 64),
     Recipe("rtn", 4, 32, symmetric=False),
     Recipe("rtn", 8, 64),
@@ -45,7 +52,6 @@ RECIPES = (
     Recipe("int8"),
     Recipe("fp8"),
 )
-THEIRS = (Recipe("gptq", 4, 64), Recipe("gptq", 4, 32, symmetric=False), Recipe("gptq", 8, 64))
 AUTO_GPTQ = "auto-gptq 0.7.1"
 
 
@@ -65,11 +71,22 @@ class Table:
         out, report = self._empty("out"), self.work / "report.json"
         flags = ["--method", recipe.method, "--bits", recipe.bits, "--group-size", recipe.group, "--no-evaluate"]
         flags += ["--asym"] * (not recipe.symmetric) + ["--act-order" if recipe.act_order else "--no-act-order"]
-        flags += ["--calib", calib, "--samples", AMOUNT.samples, "--seqlen", AMOUNT.seqlen, "--report", report]
+        flags += [
+            "--correction",
+            recipe.correction,
+            "--calib",
+            calib,
+            "--samples",
+            AMOUNT.samples,
+            "--seqlen",
+            AMOUNT.seqlen,
+            "--report",
+            report,
+        ]
         minicpm("quantize", self.plain, out, *flags, "--no-resume", "--device", "cpu")
         seconds = json.loads(report.read_text())["seconds"]
         tokens = (OWN if calib == "self" else FOUR) if recipe.calibrates else None
-        return self._evaluated(out).quantized(recipe.scheme.name, recipe.method, tokens, seconds)
+        return self._evaluated(out).quantized(recipe.scheme.name, method_of(recipe), tokens, seconds)
 
     def theirs(self, recipe: Recipe) -> QualityRow:
         """Measured before packing, so that its files' size is not known."""
@@ -92,6 +109,10 @@ class Table:
         return self.work / name
 
 
+def method_of(recipe: Recipe) -> str:
+    return f"{recipe.method}, correction {recipe.correction:g}" if recipe.corrects else recipe.method
+
+
 def minicpm(*arguments: object) -> str:
     """What the command writes to stdout; its stderr is shown."""
     command = [sys.executable, "-m", "minicpm_cli", *map(str, arguments)]
@@ -102,10 +123,11 @@ def jobs(table: Table) -> dict[str, Callable[[], QualityRow]]:
     """What is measured, by name."""
     found: dict[str, Callable[[], QualityRow]] = {"original": table.original}
     for recipe in RECIPES:
-        found[recipe.name] = lambda recipe=recipe: table.ours(recipe, str(table.text))  # type: ignore[misc]
-    found[f"{RECIPES[0].name}, own samples"] = lambda: table.ours(RECIPES[0], "self")
+        name = f"{method_of(recipe)}: {recipe.scheme.name}"
+        found[name] = lambda recipe=recipe: table.ours(recipe, str(table.text))  # type: ignore[misc]
+    found[f"{method_of(W4)}: {W4.scheme.name}, own samples"] = lambda: table.ours(W4, "self")
     for recipe in THEIRS:
-        found[f"{AUTO_GPTQ} {recipe.scheme.name}"] = lambda recipe=recipe: table.theirs(recipe)  # type: ignore[misc]
+        found[f"{AUTO_GPTQ}: {recipe.scheme.name}"] = lambda recipe=recipe: table.theirs(recipe)  # type: ignore[misc]
     return found
 
 
