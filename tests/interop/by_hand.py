@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import redirect_stdout
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ PACKAGES = ("torch", "transformers", "optimum", "gptqmodel")
 TOLERANCE = 5e-3
 W4 = ("--bits", "4", "--group-size", "32")
 WRITTEN_BY_US = {
+    "gptq w4 g32 sym": ("--method", "gptq", *W4),
+    "gptq w4 g32 asym": ("--method", "gptq", *W4, "--asym"),
     "gptq w4 g32 sym act-order": ("--method", "gptq", *W4, "--act-order"),
     "gptq w4 g32 asym act-order": ("--method", "gptq", *W4, "--act-order", "--asym"),
     "rtn w4 g32 sym": ("--method", "rtn", *W4),
@@ -73,6 +76,7 @@ def main() -> int:
             for writer, configs in ((gptqmodel, WRITTEN_BY_GPTQMODEL), (transformers, WRITTEN_BY_TRANSFORMERS))
         }
     record = {
+        "date": datetime.now(UTC).date().isoformat(),
         "python": sys.version.split()[0],
         "versions": {name: version(name) for name in PACKAGES},
         "written by us, read by": ours,

@@ -5,15 +5,18 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from project.interop_table import interop_table
+
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 ROWS = ROOT / ".bench" / "rows.jsonl"
 QUALITY = ROOT / ".bench" / "quality.jsonl"
+INTEROP = ROOT / ".bench" / "interop.json"
 
 
 def blocks() -> dict[str, str]:
     """What belongs between `<!-- name... -->` and `<!-- /name -->`."""
-    return {"commands": commands(), "benchmarks": benchmarks(), "quality": quality()}
+    return {"commands": commands(), "benchmarks": benchmarks(), "quality": quality(), "interop": interop()}
 
 
 def commands() -> str:
@@ -47,6 +50,10 @@ def quality() -> str:
 
     rows = read_quality(QUALITY.read_text(encoding="utf-8")) if QUALITY.is_file() else []
     return quality_table(rows) if rows else "No rows yet."
+
+
+def interop() -> str:
+    return interop_table(INTEROP)
 
 
 def filled(text: str, content: dict[str, str]) -> str:

@@ -12,7 +12,7 @@ from project import readme
 TEXT = readme.README.read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("name", ["commands", "benchmarks", "quality"])
+@pytest.mark.parametrize("name", ["commands", "benchmarks", "quality", "interop"])
 def test_a_generated_block_is_up_to_date(name: str) -> None:
     content = {name: getattr(readme, name)()}
     assert readme.filled(TEXT, content) == TEXT, "run `python tests/project/readme.py`"
