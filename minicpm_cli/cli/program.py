@@ -53,4 +53,4 @@ def _root(
         typer.Option("--version", help="Show the version and exit.", callback=_version, is_eager=True),
     ] = False,
 ) -> None:
-    """Chat with, batch-process with and measure the MiniCPM family of language models, on one GPU or a CPU."""
+    """Chat with, batch-process with and quantize the MiniCPM family of language models, on one GPU or a CPU."""
