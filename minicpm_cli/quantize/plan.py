@@ -21,13 +21,13 @@ from minicpm_cli.quantize.seating import SAMPLED_BYTES, Seating, sampled_in
 # the inverse; and copies of the group's weights: joined, transposed, rounded, wrong, their products.
 HESSIAN_COPIES, WEIGHT_COPIES = 8, 6
 WRITTEN_BYTES, WIDE_BYTES = 2, 4  # of an element that stays plain, and of one that was wider or packed before
-LOGIT_BYTES = 3 * (64 << 20)  # of held-out text, a few rows at a time
+LOGIT_BYTES = 7 * (64 << 20)  # of held-out text, a few rows at a time: scores and probabilities of both models
 UNPACKED_BYTES = 12  # a weight of the layer whose product is being computed from packed weights
 SLACK = 1.1  # what allocators round up
 INDEX_BYTES = 4  # of a column number (g_idx)
 LOOKS = 0.7  # passes for the statistics' sake, as a part of a whole pass
 SEARCH = 4000.0  # operations' worth of time that a weight's grid and rounding take
-CUDA_COLUMN, CUDA_STEP = 1.5e-4, 1e-3  # seconds that launches take: of a column in a solve, of a layer in a decode step
+CUDA_COLUMN, CUDA_STEP = 3e-4, 8e-4  # seconds that launches take: of a column in a solve, of a layer in a decode step
 
 
 LABELS = MappingProxyType(

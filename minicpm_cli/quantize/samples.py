@@ -20,6 +20,7 @@ from minicpm_cli.model.loader import build_decoder
 from minicpm_cli.model.shapes import Shape, tensor_shapes
 from minicpm_cli.quantize.calibration import Amount, packed
 from minicpm_cli.quantize.layers import block_shapes
+from minicpm_cli.quantize.memory import trim
 from minicpm_cli.quantize.openings import BEGINNINGS, QUESTIONS
 from minicpm_cli.quantize.seating import PAGE, Seating, sampled_in
 from minicpm_cli.quantize.tensors import read_tensors
@@ -107,6 +108,7 @@ def model_samples(prompter: Prompter, wanted: Amount, seed: int, device: torch.d
     del decoder
     if device.type == "cuda":
         torch.cuda.empty_cache()
+    trim()
     return ids
 
 
