@@ -47,8 +47,12 @@ def quantize(
     calib: Annotated[
         str, typer.Option(help="Text or JSONL of messages to learn from; self: the model's own.", metavar="FILE")
     ] = "self",
-    samples: Annotated[int | None, typer.Option(help="Rows to learn from.", metavar="N")] = None,
-    seqlen: Annotated[int | None, typer.Option(help="Tokens of a row.", metavar="N")] = None,
+    samples: Annotated[
+        int | None, typer.Option(help="Rows to learn from; 32 to 128.", metavar="N", show_default=False)
+    ] = None,
+    seqlen: Annotated[
+        int | None, typer.Option(help="Tokens of a row; 512 or 2048.", metavar="N", show_default=False)
+    ] = None,
     damp: Annotated[float, typer.Option(help="Added to the statistics' diagonal, of its mean.", metavar="F")] = 0.01,
     correction: Annotated[
         float, typer.Option(help="Of what earlier layers lost, made up for by later ones; 0: plain GPTQ.", metavar="F")
@@ -158,12 +162,22 @@ def _show_plan(invocation: Invocation, job: Job, report: str | None) -> int:
     return 0
 
 
+def _expectation(job: Job) -> str:
+    """What will happen, in a line."""
+    from minicpm_cli.quantize.plan import duration, size
+    from minicpm_cli.quantize.run import plan
+
+    planned = plan(job)
+    time = f"about {duration(planned.seconds)}, " if planned.seconds else ""
+    return f"{job.recipe.name} on {job.machine.device}: {time}peak {size(planned.peak)}, output {size(planned.output)}"
+
+
 def _run(invocation: Invocation, job: Job, report: str | None, plot: str | None) -> None:
     from minicpm_cli.cli.quantize_view import Bar, show_layers, show_report, write_plot
     from minicpm_cli.quantize.run import quantize as run
 
     terminal = invocation.terminal
-    terminal.note(f"{job.recipe.name} on {job.machine.device}; peak planned in --plan")
+    terminal.note(_expectation(job))
     with Bar(terminal) as bar:
         done = run(job, bar)
     if terminal.verbose:

@@ -10,6 +10,8 @@ from torch import Tensor
 from quant.formats import fp8, gptq, int8, nf4
 from quant.formats.int8 import Int8
 from quant.formats.nf4 import NF4
+from quant.gptq import gptq_solve_all
+from quant.hessian import Hessian
 from quant.pack import GroupInt, Packed
 from quant.rtn import rtn
 from quant.scheme import Scheme
@@ -22,6 +24,11 @@ def nearest(weight: Tensor, scheme: Scheme) -> Packed:  # [N, K]
     """Rounded by its own values alone."""
     packed = rtn(weight, scheme)
     return replace(packed, dtype=COMPUTED) if isinstance(packed, NF4) else packed
+
+
+def searched(weight: Tensor, scheme: Scheme) -> GroupInt:  # [N, K]
+    """Rounded to nearest with each group's scale of least squared error: a solve that knows of no input."""
+    return gptq_solve_all([weight], Hessian(weight.shape[1], weight.device), scheme)[0].packed
 
 
 def to_file(packed: Packed) -> dict[str, Tensor]:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from minicpm_cli.errors import WeightsError
-from minicpm_cli.quantize.forms import from_file, nearest, to_file
+from minicpm_cli.quantize.calibration import TOKENS_AN_INPUT
+from minicpm_cli.quantize.forms import from_file, nearest, searched, to_file
 from minicpm_cli.quantize.gather import Inputs
 from minicpm_cli.quantize.layers import Group, Layer
 from minicpm_cli.quantize.recipe import Recipe
@@ -20,8 +21,6 @@ from quant.errors import QuantError
 from quant.gptq import gptq_solve_all
 from quant.pack import Packed
 from quant.scheme import Scheme
-
-SEEN_SHARE = 4  # an expert that saw fewer than a quarter as many tokens as it has inputs is rounded to nearest
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +45,18 @@ def solve(
         tokens = inputs.hessian.tokens if inputs is not None else 0
         if inputs is not None and not _seldom(group, tokens):
             return _solved(group, weights, inputs, recipe, dtype)
-        note = f"saw {tokens} tokens, rounded to nearest" if inputs is not None else None
         pairs = zip(group.layers, weights, strict=True)
-        return [_rounded(layer, w, recipe.scheme, dtype, tokens, note) for layer, w in pairs]
+        if inputs is None:
+            return [_rounded(layer, w, nearest(w, recipe.scheme), dtype) for layer, w in pairs]
+        note = f"saw {tokens} tokens, rounded to nearest"
+        return [_rounded(layer, w, searched(w, recipe.scheme), dtype, tokens, note) for layer, w in pairs]
     except QuantError as error:
         raise WeightsError(f"{group.layers[0].name}: {error}") from error
 
 
 def _seldom(group: Group, tokens: int) -> bool:
-    return group.expert and tokens * SEEN_SHARE < group.columns
+    """Whether an expert saw too few tokens to learn from."""
+    return group.expert and tokens < TOKENS_AN_INPUT * group.columns
 
 
 def _solved(
@@ -76,9 +78,8 @@ def _solved(
 
 
 def _rounded(
-    layer: Layer, weight: Tensor, scheme: Scheme, dtype: torch.dtype, tokens: int, note: str | None
+    layer: Layer, weight: Tensor, packed: Packed, dtype: torch.dtype, tokens: int = 0, note: str | None = None
 ) -> Solution:
-    packed = nearest(weight, scheme)
     error = weight_error(weight, packed.dequantize())
     report = LayerReport(layer.name, layer.rows, layer.columns, error, tokens, None, note)
     return _solution(layer, packed, dtype, report)
@@ -93,7 +94,7 @@ def _solution(layer: Layer, packed: Packed, dtype: torch.dtype, report: LayerRep
 def rounded(layer: Layer, weight: Tensor, scheme: Scheme) -> Solution:
     """One layer by its own values alone, the weights in float32."""
     try:
-        return _rounded(layer, weight, scheme, torch.float32, 0, None)
+        return _rounded(layer, weight, nearest(weight, scheme), torch.float32)
     except QuantError as error:
         raise WeightsError(f"{layer.name}: {error}") from error
 

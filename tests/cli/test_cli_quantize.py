@@ -33,7 +33,7 @@ def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def small(text: Path) -> list[str]:
-    return ["--group-size", "32", "--calib", str(text), "--samples", "20", "--seqlen", "32", "--device", "cpu"]
+    return ["--group-size", "32", "--calib", str(text), "--samples", "40", "--seqlen", "32", "--device", "cpu"]
 
 
 def test_it_writes_a_folder_and_says_what_it_is_worth(cli: Any, model: Path, text: Path, tmp_path: Path) -> None:
@@ -43,7 +43,7 @@ def test_it_writes_a_folder_and_says_what_it_is_worth(cli: Any, model: Path, tex
     rows = dict(line.split("\t") for line in result.out.splitlines())
     found = json.loads(report.read_text())
     assert rows["recipe"].startswith("gptq w4 g32 sym")
-    assert rows["calibration"] == f"{text}, 640 tokens"
+    assert rows["calibration"] == f"{text}, 1280 tokens"
     assert rows["perplexity"].startswith(f"{found['quality']['ppl']:.3f}, original {found['quality']['ref_ppl']:.3f}")
     assert rows["top-1 agreement"] == f"{found['quality']['top1']:.2%}"
     assert f"{found['bits_per_weight']:.2f} bits a weight" in rows["size"]

@@ -46,7 +46,7 @@ def job_of(path: Path, target: Path, *, machine: Machine = MACHINE, judged: bool
     """On the CPU in float32; a text file beside the model calibrates unless the recipe says otherwise."""
     text = path.with_name("calibration.txt")
     text.write_text(TEXT, encoding="utf-8")
-    wanted = Recipe(**({"group": 32, "calib": str(text), "samples": 20, "seqlen": 32} | recipe))
+    wanted = Recipe(**({"group": 32, "calib": str(text), "samples": 40, "seqlen": 32} | recipe))
     files = ModelFiles(path.name, path)
     prompter = Prompter.open(LoadOptions(), files)
     return Job(

@@ -101,12 +101,12 @@ def test_files_that_cannot_be_used(tmp_path: Path, prompter: Prompter) -> None:
 
 def test_too_few_tokens_are_refused_with_the_number(model: Path, tmp_path: Path) -> None:
     cfg = ModelConfig.from_hf(checkpoint_config("minicpm5-1b"))
-    assert floor(cfg, Recipe()) == 576
-    assert floor(cfg, Recipe(skip=("*.down_proj",))) == 256
-    check_amount(576, cfg, Recipe())
-    check_amount(575, cfg, Recipe(force=True))
-    with pytest.raises(UsageError, match="575 calibration tokens are too few: the widest layer has 576 inputs"):
-        check_amount(575, cfg, Recipe())
+    assert floor(cfg, Recipe()) == 2 * 576
+    assert floor(cfg, Recipe(skip=("*.down_proj",))) == 2 * 256
+    check_amount(1152, cfg, Recipe())
+    check_amount(1151, cfg, Recipe(force=True))
+    with pytest.raises(UsageError, match="1151 calibration tokens are too few: below 1152, 2 for each input"):
+        check_amount(1151, cfg, Recipe())
     with pytest.raises(UsageError, match="128 calibration tokens"):
         quantize(job_of(model, tmp_path / "out", samples=4), silent)
     report = quantize(job_of(model, tmp_path / "out", samples=4, force=True), silent)
@@ -115,7 +115,7 @@ def test_too_few_tokens_are_refused_with_the_number(model: Path, tmp_path: Path)
 
 def test_an_expert_of_a_mixture_does_not_set_the_floor() -> None:
     cfg = ModelConfig.from_hf(checkpoint_config("minicpm-moe-8x2b"))
-    assert floor(cfg, Recipe()) == cfg.hidden_size
+    assert floor(cfg, Recipe()) == 2 * cfg.hidden_size
 
 
 def test_the_amount_follows_the_device_and_the_context() -> None:
@@ -125,6 +125,10 @@ def test_the_amount_follows_the_device_and_the_context() -> None:
     assert amount(Recipe(samples=3, seqlen=7), cfg, cuda=False) == Amount(3, 7)
     short = ModelConfig.from_hf(checkpoint_config("minicpm5-1b") | {"max_position_embeddings": 100})
     assert amount(Recipe(), short, cuda=False) == Amount(32, 100)
+    wide = ModelConfig.from_hf(checkpoint_config("minicpm4-8b", exact=True))
+    assert amount(Recipe(), wide, cuda=False) == Amount(64, 512)  # 2 x 16384 inputs
+    mixed = ModelConfig.from_hf(checkpoint_config("minicpm-moe-8x2b", exact=True))
+    assert amount(Recipe(), mixed, cuda=True).tokens >= 1.5 * 2 * 5760 * 8 / 2
     with pytest.raises(UsageError, match="--seqlen 101 is more than the model's context of 100"):
         amount(Recipe(seqlen=101), short, cuda=False)
 

@@ -27,7 +27,7 @@ import os, signal, sys, threading
 from pathlib import Path
 from quantize.quantize_jobs import job_of, silent
 from minicpm_cli.quantize.run import quantize
-job = job_of(Path(sys.argv[1]), Path(sys.argv[2]), samples=8)
+job = job_of(Path(sys.argv[1]), Path(sys.argv[2]), samples=12)
 threading.Timer(float(sys.argv[3]), lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
 quantize(job, silent)
 os._exit(0)
@@ -55,7 +55,7 @@ def whole(source: Path) -> dict[str, bytes]:
 
 
 def small(source: Path, target: Path, **recipe: Any) -> Any:
-    return job_of(source, target, **({"samples": 8} | recipe))
+    return job_of(source, target, **({"samples": 12} | recipe))
 
 
 def test_stopped_before_any_rename_it_goes_on_and_gives_the_same_bytes(

@@ -160,7 +160,7 @@ def test_an_expert_that_saw_little_is_named_and_rounded(tmp_path: Path, work: Wo
     few = [report for report in reports if report.note]
     assert few
     for report in reports:
-        little = ".experts." in report.name and report.tokens * 4 < report.columns
+        little = ".experts." in report.name and report.tokens < 2 * report.columns
         assert (report.note == f"saw {report.tokens} tokens, rounded to nearest") is little, report
 
 
