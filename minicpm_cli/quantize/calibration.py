@@ -24,9 +24,9 @@ SELF = "self"
 # but the model's own samples have to be drawn one token after the other.
 CPU_ROWS, CUDA_ROWS, CUDA_SELF_ROWS = (32, 512), (128, 2048), (64, 512)
 JSONL = (".jsonl", ".ndjson")
-# Tokens an input that a layer must see. The errors of four layers of the demo, on tokens that they did not learn from, as
-# parts of those of rounding with searched scales: with one token an input 1.2, 0.7, 1.2 and 1.3; with two 0.9, 0.6, 0.9
-# and 1.0; with four 0.8, 0.5, 0.8 and 0.9.
+# Tokens an input that a layer must see. The errors of four layers of the demo on other tokens, as parts of those of
+# rounding with searched scales: with one token an input 1.2, 0.7, 1.2 and 1.3; with two 0.9, 0.6, 0.9 and 1.0; with
+# four 0.8, 0.5, 0.8 and 0.9.
 TOKENS_AN_INPUT = 2
 UNEVEN = 1.5  # a router sends some experts fewer tokens than their share
 

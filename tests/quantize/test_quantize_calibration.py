@@ -44,7 +44,7 @@ def test_rows_lie_evenly_over_the_tokens() -> None:
 
 
 def test_samples_are_packed_one_behind_the_other() -> None:
-    assert packed([[1, 2, 3], [4], [5, 6]], Amount(2, 3)).tolist() == [[1, 2, 3], [4, 5, 6]]
+    assert packed([[1, 2, 3], [4], [5, 6, 7, 8]], Amount(2, 3)).tolist() == [[1, 2, 3], [4, 5, 6]]
 
 
 def test_a_text_is_read_as_it_is(tmp_path: Path, prompter: Prompter) -> None:

@@ -34,6 +34,10 @@ def test_the_bytes_of_a_2b_are_those_of_its_shapes() -> None:
     assert made.parts["original"] == 0
     assert made.peak < 3 * 10**9
     assert made.problem == ""
+    gathering = 2 * made.parts["block"] + made.parts["statistics"] + made.parts["activations"]
+    solving = made.parts["block"] + made.parts["statistics"] + made.parts["solving"]
+    assert made.peak == int(1.1 * max(gathering, solving, made.parts["head"]))
+    assert made.host == int(1.1 * sum(made.parts[name] for name in ("states", "embedding", "reading")))
     corrected = make_plan(cfg, Recipe(calib="a.txt"), Amount(128, 2048), 3072, MACHINE)
     assert corrected.parts["original"] == 2 * block
     assert corrected.parts["statistics"] == 4 * (5760**2 + 2304 * 5760)

@@ -191,6 +191,19 @@ def test_a_full_disk_leaves_no_model_and_the_work_goes_on_later(
     assert contents(target) == whole
 
 
+def test_a_block_that_cannot_be_written_is_named(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = folder.publish
+
+    def full(aside: Path, path: Path) -> None:
+        if path.name.startswith("block"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(aside, path)
+
+    monkeypatch.setattr(folder, "publish", full)
+    with pytest.raises(FileError, match=r"block-00000.*Free some space"):
+        quantize(small(source, tmp_path / "out"), silent)
+
+
 def test_a_disk_that_is_really_full(source: Path, tmp_path: Path) -> None:
     """/dev/full takes no byte: the joined file is written to it."""
     if not os.path.exists("/dev/full"):
