@@ -128,6 +128,11 @@ class Probe:
             return self.block.feed_forward(h)  # type: ignore[no-any-return]
         return self.block.attend(h, layout.cos, layout.sin, layout.batch, layout.cache)  # type: ignore[no-any-return]
 
+    def add(self, half: Half, h: Tensor, x: Tensor) -> Tensor:  # [T, H], [T, K]
+        """The same, where the input of the half's last layer is known."""
+        layer = self.block.mlp.down if half == "mlp" else self.block.attention.out
+        return torch.add(h, layer(x), alpha=self.block.residual_scale)
+
     @contextmanager
     def tapped(self, looks: Mapping[str, Look]) -> Iterator[None]:
         """While it lasts, what passes a tap of `looks` is shown to its look; a look may raise Reached."""

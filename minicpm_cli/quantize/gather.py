@@ -37,10 +37,12 @@ class Inputs:
         return cls(hessian, Wanted(group.layers[0].rows, k, device) if group.adds else Shift(k, device))
 
 
-def gather(stage: Stage, probe: Probe, stream: Stream, device: torch.device) -> dict[str, Inputs]:
-    """By tap, of the block as it is; the states stay where they are."""
+def gather(
+    stage: Stage, probe: Probe, stream: Stream, device: torch.device, kept: list[Tensor] | None = None
+) -> dict[str, Inputs]:
+    """By tap, of the block as it is; the states stay where they are. What passes the last tap is put into `kept`."""
     found = {group.tap: Inputs.plain(group, device) for group in stage.groups}
-    with probe.tapped(_ending({tap: inputs.hessian.add for tap, inputs in found.items()})):
+    with probe.tapped(_ending({tap: inputs.hessian.add for tap, inputs in found.items()}, kept)):
         stream.look(probe, stage.half)
     return found
 
@@ -50,13 +52,14 @@ def gather_both(
     probes: tuple[Probe, Probe],  # the block as it is, and as it was
     streams: tuple[Stream, Stream],  # of the same tokens behind the quantized and the original blocks
     device: torch.device,
+    kept: list[Tensor] | None = None,
 ) -> dict[str, Inputs]:
     """By tap, with what the original layers read or add. A stage that adds to the residual stream moves the original
-    stream behind its half."""
+    stream behind its half. What passes the quantized block's last tap is put into `kept`."""
     (probe, original), (ours, theirs) = probes, streams
     pair = Pair({group.tap: Inputs.corrected(group, device) for group in stage.groups}, original)
-    kept = pair.keeps()
-    with probe.tapped(_ending(pair.counts())), original.tapped(kept if stage.adds else _ending(kept)):
+    keeps = pair.keeps()
+    with probe.tapped(_ending(pair.counts(), kept)), original.tapped(keeps if stage.adds else _ending(keeps)):
         for part in ours.parts():
             h, full = ours.state(part), theirs.state(part)
             behind = theirs.run(part, original, stage.half)
@@ -128,14 +131,16 @@ def _expert(tap: str) -> int | None:
     return int(tap.split(".")[2]) if ".experts." in tap else None
 
 
-def _ending(looks: Mapping[str, Look]) -> dict[str, Look]:
-    """The last of dense looks ends the pass; which expert is the last, nobody knows before."""
+def _ending(looks: Mapping[str, Look], kept: list[Tensor] | None = None) -> dict[str, Look]:
+    """The last of dense looks keeps what it saw and ends the pass; which expert is the last, nobody knows before."""
     last = list(looks)[-1]
     if ".experts." in last:
         return dict(looks)
 
     def see_and_stop(x: Tensor) -> None:
         looks[last](x)
+        if kept is not None:
+            kept.append(x)
         raise Reached
 
     return dict(looks) | {last: see_and_stop}

@@ -12,6 +12,7 @@ from torch import Tensor
 from minicpm_cli.model.config import ModelConfig
 from minicpm_cli.quantize.block import Layout, Probe, Reached
 from minicpm_cli.quantize.layers import Half
+from minicpm_cli.quantize.plan import kept_bytes
 
 # Tokens that pass a block at once. CPU: 1024 to 4096 are alike for the demo; CUDA: enough to fill the device.
 CPU_TOKENS, CUDA_TOKENS = 2048, 4096
@@ -52,6 +53,16 @@ class Stream:
         """Moves the states behind the half."""
         for part in self.parts():
             self.put(part, probe.run(half, self.state(part), self._layout(part)))
+
+    def add(self, probe: Probe, half: Half, kept: list[Tensor]) -> None:
+        """Moves them there by what the half's last layer read of each part; takes `kept` apart."""
+        for part in self.parts():
+            self.put(part, probe.add(half, self.state(part), kept.pop(0)))
+
+    def keeps(self, columns: int) -> bool:
+        """Whether to keep what a layer of so many inputs reads, to spare a pass: not on a GPU, which computes it again
+        sooner than it copies it."""
+        return self._device.type == "cpu" and kept_bytes(self.tokens, columns, self._dtype.itemsize) > 0
 
     def run(self, part: slice, probe: Probe, half: Half) -> Tensor | None:  # [T, H]
         """The states behind the half of some rows, unless a tap ends the pass; they are not moved."""

@@ -97,27 +97,39 @@ class Walk:
         todo = stages(self.cfg, index, self.recipe)
         for half in HALVES:
             within = [stage for stage in todo if stage.half == half]
+            kept: list[Tensor] = []
             for stage in within:
                 say(stage.groups[0].tap)
-                gathered = self._gather(stage, self._probe(index, current), before)
+                gathered = self._gather(stage, self._probe(index, current), before, kept)
                 for group in stage.groups:
                     weights = [source[layer.tensor].to(self.device).float() for layer in group.layers]
                     for solution in solve(group, weights, gathered.pop(group.tap, None), self.recipe, self.dtype):
                         solutions[solution.layer.name] = solution
                         current[solution.layer.tensor] = solution.weight
             if self._streams:
-                self._pass(self._probe(index, current), self._streams, [half])
+                self._move(self._probe(index, current), half, kept)
             if before is not None and self.full is not None and not any(stage.adds for stage in within):
                 self._pass(before, [self.full], [half])
         return solutions
 
-    def _gather(self, stage: Stage, probe: Probe, before: Probe | None) -> dict[str, Inputs]:
+    def _move(self, probe: Probe, half: Half, kept: list[Tensor]) -> None:
+        """The streams behind the half; where the inputs of its last layer were kept, by these."""
+        if kept and self.calibration is not None:
+            self.calibration.add(probe, half, kept)
+        elif self.calibration is not None:
+            self._pass(probe, [self.calibration], [half])
+        if self.heldout is not None:
+            self._pass(probe, [self.heldout], [half])
+
+    def _gather(self, stage: Stage, probe: Probe, before: Probe | None, kept: list[Tensor]) -> dict[str, Inputs]:
         """The statistics of what each group of the stage reads; none where the method needs none."""
         if self.calibration is None or not self.recipe.calibrates:
             return {}
+        last = stage.groups[-1]
+        keep = kept if last.adds and not last.expert and self.calibration.keeps(last.columns) else None
         if self.full is None or before is None:
-            return gather(stage, probe, self.calibration, self.device)
-        return gather_both(stage, (probe, before), (self.calibration, self.full), self.device)
+            return gather(stage, probe, self.calibration, self.device, keep)
+        return gather_both(stage, (probe, before), (self.calibration, self.full), self.device, keep)
 
     def _restored(self, index: int, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The block's tensors as a finished part holds them."""

@@ -51,7 +51,13 @@ def test_its_own_samples_fit_the_same_promise() -> None:
     assert made.parts["sampling"] > 2 * 10**9
     assert made.peak < 3 * 10**9
     on_cpu = replace(MACHINE, device="cpu", itemsize=4, chunk=2048)
-    assert make_plan(ModelConfig.from_hf(SHAPE_2B), Recipe(), Amount(32, 512), 3072, on_cpu).peak < 6 * 10**9
+    made = make_plan(ModelConfig.from_hf(SHAPE_2B), Recipe(), Amount(32, 512), 3072, on_cpu)
+    assert made.peak < 6 * 10**9
+    assert made.parts["kept"] == 32 * 512 * 5760 * 4
+    assert (
+        make_plan(ModelConfig.from_hf(SHAPE_2B), Recipe(), Amount(64, 512), 0, on_cpu).parts["kept"]
+        == 64 * 512 * 2304 * 4
+    )
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from checkpoints import checkpoint_config, state_dict, write_checkpoint
 from minicpm_cli.llm.checkpoint import Checkpoint
 from minicpm_cli.model.config import ModelConfig
 from minicpm_cli.model.kv import KVCache
+from minicpm_cli.quantize import plan
 from minicpm_cli.quantize.block import Probe
 from minicpm_cli.quantize.ends import embedder
 from minicpm_cli.quantize.folder import WorkFolder
@@ -180,6 +181,23 @@ def test_a_stage_reads_what_the_quantized_layers_before_it_give(tmp_path: Path, 
     work.file(part_name(1)).unlink()
     walk(path, work, ids)  # behind a block that was rounded, the same method finds other weights
     assert work.file(part_name(1)).read_bytes() != first
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_inputs_that_are_kept_spare_a_pass_and_change_nothing(
+    tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_checkpoint(tmp_path / "model", family)
+    ids = rows(Checkpoint.read(path).cfg, 20, 32)
+    written = []
+    for limit in (0, plan.LARGEST_KEPT):
+        monkeypatch.setattr(plan, "LARGEST_KEPT", limit)
+        work = WorkFolder(tmp_path / str(limit))
+        work.open({})
+        walk(path, work, ids)
+        written.append([work.file(part_name(index)).read_bytes() for index in range(2)])
+        work.close()
+    assert written[0] == written[1]
 
 
 def test_gptq_loses_less_than_rounding(tmp_path: Path) -> None:
