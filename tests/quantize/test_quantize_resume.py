@@ -23,14 +23,21 @@ from minicpm_cli.quantize.run import quantize
 from quantize.quantize_jobs import job_of, silent
 
 CHILD = """
-import os, signal, sys, threading
+import os, signal, sys
 from pathlib import Path
 from quantize.quantize_jobs import job_of, silent
 from minicpm_cli.quantize.run import quantize
 job = job_of(Path(sys.argv[1]), Path(sys.argv[2]), samples=12)
-threading.Timer(float(sys.argv[3]), lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+calls, last = 0, int(sys.argv[3])
+def count(*_):
+    global calls
+    calls += 1
+    if calls == last:
+        os.kill(os.getpid(), signal.SIGKILL)
+sys.setprofile(count)
 quantize(job, silent)
-os._exit(0)
+sys.setprofile(None)
+print(calls)
 """
 
 
@@ -87,19 +94,21 @@ def test_stopped_before_any_rename_it_goes_on_and_gives_the_same_bytes(
 def test_killed_at_random_moments_it_gives_the_same_bytes(
     source: Path, whole: dict[str, bytes], tmp_path: Path
 ) -> None:
-    target, chance, codes = tmp_path / "out", random.Random(7), []
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    for number in range(8):
-        after = 0.1 * 3**number * (0.5 + chance.random())
-        command = [sys.executable, "-c", CHILD, str(source), str(target), str(after)]
-        codes.append(subprocess.run(command, env=environment, timeout=100, check=False).returncode)
-        if codes[-1] == 0:
-            break
-        assert codes[-1] == -9
+    """Moments are calls of functions, of which an undisturbed run makes a number that no load changes."""
+    calls = int(child(source, tmp_path / "counted", 0).stdout)
+    target, chance = tmp_path / "out", random.Random(7)
+    for _ in range(4):
+        assert child(source, target, int(calls * chance.uniform(0.02, 0.3))).returncode == -9
         assert not (target / "config.json").exists()
-    assert codes[0] == -9
-    assert codes[-1] == 0
+    assert child(source, target, 0).returncode == 0
     assert contents(target) == whole
+
+
+def child(source: Path, target: Path, calls: int) -> subprocess.CompletedProcess[str]:
+    """A quantization that is killed by its call number `calls`; 0 lets it end."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", CHILD, str(source), str(target), str(calls)]
+    return subprocess.run(command, env=environment, timeout=100, check=False, capture_output=True, text=True)
 
 
 def test_other_settings_do_not_go_on_with_the_work(source: Path, tmp_path: Path) -> None:
