@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
+from minicpm_cli.disk import sync_folder
 from minicpm_cli.errors import FileError, UsageError
 
 STREAM = "-"
@@ -46,16 +47,6 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 def void(_: object) -> None:
     """For lambdas whose value nobody wants."""
-
-
-def sync_folder(folder: Path) -> None:
-    """Makes a rename last through a power cut, where the system allows it."""
-    with suppress(OSError):
-        fd = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
 
 
 def is_plain(path: str | Path) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 from minicpm_cli.chat.terminal import Terminal
+from minicpm_cli.units import size
 
 _REDRAW_SECONDS = 0.1
 _QUIET_SECONDS = 2.0  # what takes less needs no estimate
@@ -33,7 +34,7 @@ class ProgressLine:
         if what != self._what:
             self._what, self._begun, self._drawn = what, time.monotonic(), 0.0
             if not self._terminal.err_tty and unit == "bytes" and total:
-                self._terminal.note(f"{what} ({_bytes(total)})")
+                self._terminal.note(f"{what} ({size(total)})")
         if self._terminal.err_tty:
             self._draw(done, total, unit)
 
@@ -53,7 +54,7 @@ class ProgressLine:
         if unit != "bytes":
             return f"{bar} {done}/{total} {unit}{self._left(done, total, now)}"
         rate = done / (now - self._begun) if now > self._begun else 0.0
-        return f"{bar} {_bytes(done)} of {_bytes(total)}" + (f", {_bytes(rate)}/s" if rate else "")
+        return f"{bar} {size(done)} of {size(total)}" + (f", {size(rate)}/s" if rate else "")
 
     def _left(self, done: int, total: int, now: float) -> str:
         """How long it will still take, once that can be told and is worth telling."""
@@ -68,7 +69,3 @@ class ProgressLine:
             self._terminal.err.write(_ERASE)
             self._terminal.err.flush()
             self._drawn = 0.0
-
-
-def _bytes(count: float) -> str:
-    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"

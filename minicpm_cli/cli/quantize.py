@@ -164,8 +164,8 @@ def _show_plan(invocation: Invocation, job: Job, report: str | None) -> int:
 
 def _expectation(job: Job) -> str:
     """What will happen, in a line."""
-    from minicpm_cli.quantize.plan import duration, size
     from minicpm_cli.quantize.run import plan
+    from minicpm_cli.units import duration, size
 
     planned = plan(job)
     time = f"about {duration(planned.seconds)}, " if planned.seconds else ""

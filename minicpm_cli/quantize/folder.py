@@ -11,12 +11,12 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
 from torch import Tensor
 
+from minicpm_cli.disk import sync_folder
 from minicpm_cli.errors import FileError, UsageError, WeightsError
 
 SUFFIX, LOCK = ".partial", "lock"
@@ -151,16 +151,6 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     aside = path.with_name(path.name + ".part")
     aside.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     publish(aside, path)
-
-
-def sync_folder(folder: Path) -> None:
-    """Makes a rename last through a power cut, where the system allows it."""
-    with suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 def failed(action: str, path: Path, error: OSError) -> FileError:

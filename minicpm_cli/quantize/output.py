@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from minicpm_cli.disk import sync_folder
 from minicpm_cli.quantize.companions import CONFIG, write_companions
-from minicpm_cli.quantize.folder import WorkFolder, failed, sync_folder, write_json
+from minicpm_cli.quantize.folder import WorkFolder, failed, write_json
 from minicpm_cli.quantize.shards import join
 
 READY, ASIDE, GPTQ_CONFIG = "ready.json", "finished", "quantize_config.json"

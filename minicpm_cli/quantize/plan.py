@@ -16,6 +16,7 @@ from minicpm_cli.quantize.calibration import SELF, Amount
 from minicpm_cli.quantize.layers import Group, block_shapes, check_layers, stages
 from minicpm_cli.quantize.recipe import Recipe
 from minicpm_cli.quantize.seating import SAMPLED_BYTES, Seating, sampled_in
+from minicpm_cli.units import duration, size
 
 # float32 copies of a Hessian that one solve holds: its sum, the mean, sorted, reversed, two factors, a unit matrix and
 # the inverse; and copies of the group's weights: joined, transposed, rounded, wrong, their products.
@@ -292,13 +293,3 @@ def _operations(cfg: ModelConfig, recipe: Recipe, calibration: int, passing: int
 
 def _weights(group: Group) -> int:
     return sum(layer.weights for layer in group.layers)
-
-
-def size(count: float) -> str:
-    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
-
-
-def duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
+from minicpm_cli.units import size
+
 
 class Quality(Protocol):
     """Of the quantized model against the original on held-out text; kl in nats, top1 a part of 1."""
@@ -101,8 +103,8 @@ class Report:
             found.append(("perplexity", f"{q.ppl:.3f}, original {q.ref_ppl:.3f} ({self.heldout}, {q.tokens} tokens)"))
             found.append(("KL to the original", f"{q.kl:.4f} nats a token"))
             found.append(("top-1 agreement", f"{q.top1:.2%}"))
-        was = _size(self.source_bytes)
-        found.append(("size", f"{_size(self.bytes)}, {self.bits_per_weight:.2f} bits a weight (was {was})"))
+        was = size(self.source_bytes)
+        found.append(("size", f"{size(self.bytes)}, {self.bits_per_weight:.2f} bits a weight (was {was})"))
         before = f", {self.resumed} blocks were done before" if self.resumed else ""
         found.append(("time", f"{self.seconds:.1f} s{before}"))
         found.append(("peak memory", self._peak()))
@@ -122,14 +124,10 @@ class Report:
 
     def _peak(self) -> str:
         on_device, host = (
-            f"{_size(measured) if measured is not None else 'not measured'} (planned {_size(planned)})"
+            f"{size(measured) if measured is not None else 'not measured'} (planned {size(planned)})"
             for planned, measured in (
                 (self.peak.planned, self.peak.measured),
                 (self.peak.host_planned, self.peak.host_measured),
             )
         )
         return f"{self.device} {on_device}" + ("" if self.device == "cpu" else f", host {host}")
-
-
-def _size(count: int) -> str:
-    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
