@@ -16,6 +16,10 @@ def pytest_configure() -> None:
     """No test reaches a model hub, whatever the machine's settings; the fake hub's tests lift it for themselves."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+    import torch
+
+    if not torch.cuda.is_available():  # before anything imports triton, which reads it once
+        os.environ["TRITON_INTERPRET"] = "1"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -27,6 +31,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in gpu_tests:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def kernel_device(request: pytest.FixtureRequest) -> str:
+    """Where a Triton kernel's test runs: on the CPU through the interpreter, or on the GPU."""
+    if request.param == "cpu":
+        pytest.importorskip("triton", reason="its interpreter runs kernels without a GPU")
+        if os.environ.get("TRITON_INTERPRET") != "1":
+            pytest.skip("the kernels are compiled for the GPU in this process")
+    return str(request.param)
 
 
 @pytest.fixture(scope="session")
