@@ -71,18 +71,8 @@ class Table:
         out, report = self._empty("out"), self.work / "report.json"
         flags = ["--method", recipe.method, "--bits", recipe.bits, "--group-size", recipe.group, "--no-evaluate"]
         flags += ["--asym"] * (not recipe.symmetric) + ["--act-order" if recipe.act_order else "--no-act-order"]
-        flags += [
-            "--correction",
-            recipe.correction,
-            "--calib",
-            calib,
-            "--samples",
-            AMOUNT.samples,
-            "--seqlen",
-            AMOUNT.seqlen,
-            "--report",
-            report,
-        ]
+        flags += ["--correction", recipe.correction, "--calib", calib, "--report", report]
+        flags += ["--samples", AMOUNT.samples, "--seqlen", AMOUNT.seqlen]
         minicpm("quantize", self.plain, out, *flags, "--no-resume", "--device", "cpu")
         seconds = json.loads(report.read_text())["seconds"]
         tokens = (OWN if calib == "self" else FOUR) if recipe.calibrates else None
@@ -133,15 +123,17 @@ def jobs(table: Table) -> dict[str, Callable[[], QualityRow]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", metavar="TEXT", help="jobs whose name holds TEXT")
+    parser.add_argument("--only", action="append", metavar="TEXT", help="jobs whose name ends with TEXT; repeatable")
+    parser.add_argument("--busy", action="store_true", help="the machine has other work: no times are kept")
     parser.add_argument("--work", type=Path, metavar="FOLDER", help="kept, with the demo's plain weights")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as aside:
         work = options.work or Path(aside)
         work.mkdir(parents=True, exist_ok=True)
         for name, measure in jobs(Table(work)).items():
-            if options.only in name:
+            if not options.only or name.endswith(tuple(options.only)):
                 row = measure()
+                row = replace(row, quantize_seconds=None) if options.busy else row
                 print(f"{name}: perplexity {row.ppl:.3f}, KL {row.kl}, {row.quantize_seconds} s", flush=True)
                 with QUALITY.open("a", encoding="utf-8") as file:
                     file.write(row.to_json() + "\n")
