@@ -9,6 +9,7 @@ from torch import Tensor
 
 from minicpm_cli.kernels import reference
 from minicpm_cli.kernels.batch import ForwardBatch
+from minicpm_cli.kernels.cache import LayerCache
 
 
 class RMSNorm(Protocol):
@@ -27,19 +28,41 @@ class ReluMul(Protocol):
     def __call__(self, gate_up: Tensor, threshold: float, /) -> Tensor: ...
 
 
+class RopeStore(Protocol):
+    def __call__(
+        self, qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, cache: LayerCache, slots: Tensor, /
+    ) -> None: ...
+
+
+class Store(Protocol):
+    def __call__(self, rows: Tensor, cache: LayerCache, slots: Tensor, /) -> None: ...
+
+
 class Attend(Protocol):
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch, scale: float, /) -> Tensor: ...
+    def __call__(self, q: Tensor, cache: LayerCache, batch: ForwardBatch, scale: float, /) -> Tensor: ...
 
 
 class Ops(NamedTuple):
+    """The forms of minicpm_cli.kernels.reference, or what computes the same faster."""
+
     rms_norm: RMSNorm
     rope_: Rope
+    rope_store: RopeStore
+    store: Store
     silu_mul: SiluMul
     relu_mul: ReluMul
     attend: Attend
 
 
-REFERENCE = Ops(reference.rms_norm, reference.rope_, reference.silu_mul, reference.relu_mul, reference.attend)
+REFERENCE = Ops(
+    reference.rms_norm,
+    reference.rope_,
+    reference.rope_store,
+    reference.store,
+    reference.silu_mul,
+    reference.relu_mul,
+    reference.attend,
+)
 
 
 def ops_for(device: torch.device) -> Ops:

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from minicpm_cli.kernels.batch import ForwardBatch
+from minicpm_cli.kernels.cache import LayerCache, encode
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:  # [T, H]
@@ -35,41 +36,74 @@ def relu_mul(gate_up: Tensor, threshold: float) -> Tensor:  # [T, 2I] -> [T, I]
     return torch.where(gate >= threshold, gate, 0) * up
 
 
+def rope_store(
+    qkv: Tensor,  # [T, Hq + 2 Hkv, D]
+    cos: Tensor,  # [T, 1, R/2] float32
+    sin: Tensor,
+    heads: int,  # Hq
+    cache: LayerCache,
+    slots: Tensor,  # [T] int64
+) -> None:
+    """Rotates queries and keys in place, and puts keys and values into the cache."""
+    rope_(qkv[:, : heads + cache.k.shape[2]], cos, sin)
+    store(qkv[:, heads:], cache, slots)
+
+
+def store(rows: Tensor, cache: LayerCache, slots: Tensor) -> None:  # [T, C, D], [T] int64
+    """The tokens' rows of heads, as the cache keeps them."""
+    if cache.scales is None:
+        cache.rows.index_copy_(0, slots, rows.to(cache.rows.dtype))
+        return
+    codes, scales = encode(rows, cache.rows.dtype)
+    cache.rows.view(torch.uint8).index_copy_(0, slots, codes.view(torch.uint8))
+    cache.scales.index_copy_(0, slots, scales)
+
+
 def attend(
     q: Tensor,  # [T, Hq, Dk]
-    k: Tensor,  # [pages, page_size, Hkv, Dk]
-    v: Tensor,  # [pages, page_size, Hkv, Dv]
+    cache: LayerCache,
     batch: ForwardBatch,
     scale: float,
 ) -> Tensor:  # [T, Hq, Dv]
     """Causal attention of each sequence's new tokens over its pages: softmax(q k^T * scale) v."""
-    singles = _leading_singles(batch.q_lens)
+    singles = leading_singles(batch.q_lens)
     if singles == len(batch.q_lens):
-        return _decode(q, k, v, batch, scale, singles)
-    parts = [_decode(q[:singles], k, v, batch, scale, singles)] if singles else []
+        return _decode(q, cache, batch, scale, singles)
+    parts = [_decode(q[:singles], cache, batch, scale, singles)] if singles else []
     row = singles
     for sequence in range(singles, len(batch.q_lens)):
         rows = q[row : row + batch.q_lens[sequence]]
-        parts.append(_prefill(rows, k, v, batch, scale, sequence))
+        parts.append(_prefill(rows, cache, batch, scale, sequence))
         row += len(rows)
     return torch.cat(parts)
 
 
-def _leading_singles(q_lens: tuple[int, ...]) -> int:
+def leading_singles(q_lens: tuple[int, ...]) -> int:
     return next((i for i, length in enumerate(q_lens) if length != 1), len(q_lens))
 
 
-def _decode(q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch, scale: float, count: int) -> Tensor:
+def _decode(q: Tensor, cache: LayerCache, batch: ForwardBatch, scale: float, count: int) -> Tensor:
     """One new token a sequence. The query heads that share a key head are rows of one product."""
     longest = max(batch.kv_lens[:count])
-    keys, values = (_history(t, batch, 0, count, longest) for t in (k, v))
-    grouped = q.view(count, k.shape[2], -1, q.shape[2])  # [B, Hkv, G, Dk]
+    keys, values = _keys_and_values(cache, batch, 0, count, longest, q.dtype)
+    grouped = q.view(count, cache.k.shape[2], -1, q.shape[2])  # [B, Hkv, G, Dk]
     mask = None
     if min(batch.kv_lens[:count]) < longest:
         columns = torch.arange(longest, device=q.device)
         mask = (columns < batch.kv_len[:count, None])[:, None, None]
     out = functional.scaled_dot_product_attention(grouped, keys, values, mask, scale=scale)
-    return out.reshape(count, q.shape[1], v.shape[3])
+    return out.reshape(count, q.shape[1], cache.v.shape[3])
+
+
+def _keys_and_values(
+    cache: LayerCache, batch: ForwardBatch, first: int, count: int, length: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:  # [B, Hkv, L, Dk], [B, Hkv, L, Dv]
+    keys, values = (_history(t, batch, first, count, length) for t in (cache.k, cache.v))
+    if cache.k_scale is None or cache.v_scale is None:
+        return keys, values
+    scales = (_history(t.unsqueeze(-1), batch, first, count, length) for t in (cache.k_scale, cache.v_scale))
+    k, v = ((codes.float() * scale).to(dtype) for codes, scale in zip((keys, values), scales, strict=True))
+    return k, v
 
 
 def _history(paged: Tensor, batch: ForwardBatch, first: int, count: int, length: int) -> Tensor:  # [B, Hkv, L, D]
@@ -78,14 +112,15 @@ def _history(paged: Tensor, batch: ForwardBatch, first: int, count: int, length:
         start = batch.runs[first] * batch.page_size
         return paged.flatten(0, 1)[start : start + length].transpose(0, 1)[None]
     pages = batch.page_table[first : first + count, : -(-length // batch.page_size)]
-    rows = paged.index_select(0, pages.reshape(-1)).view(count, -1, *paged.shape[2:])
+    plain = paged.view(torch.uint8) if paged.dtype == torch.float8_e4m3fn else paged
+    rows = plain.index_select(0, pages.reshape(-1)).view(paged.dtype).view(count, -1, *paged.shape[2:])
     return rows[:, :length].transpose(1, 2)
 
 
-def _prefill(q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch, scale: float, sequence: int) -> Tensor:
+def _prefill(q: Tensor, cache: LayerCache, batch: ForwardBatch, scale: float, sequence: int) -> Tensor:
     """Several new tokens of one sequence, after the ones that its pages already hold."""
     new, length = len(q), batch.kv_lens[sequence]
-    keys, values = (_history(t, batch, sequence, 1, length) for t in (k, v))
+    keys, values = _keys_and_values(cache, batch, sequence, 1, length, q.dtype)
     mask = None
     if new < length:
         mask = torch.ones(new, length, dtype=torch.bool, device=q.device).tril(length - new)

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from minicpm_cli.kernels.batch import ForwardBatch
+from minicpm_cli.kernels.cache import LayerCache
 from minicpm_cli.kernels.ops import Ops
 from minicpm_cli.model.config import MLAConfig, ModelConfig
-from minicpm_cli.model.kv import LayerCache
 from minicpm_cli.model.weights import Weights
 
 
@@ -29,9 +29,8 @@ class GroupedAttention:
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, batch: ForwardBatch, cache: LayerCache) -> Tensor:  # [T, H]
         rows = len(x)
         qkv = self.qkv(x).view(rows, -1, self.head_dim)
-        self.ops.rope_(qkv[:, : self.heads + self.kv_heads], cos, sin)
-        cache.rows.index_copy_(0, batch.slots, qkv[:, self.heads :].to(cache.rows.dtype))
-        y = self.ops.attend(qkv[:, : self.heads], cache.k, cache.v, batch, self.scale)
+        self.ops.rope_store(qkv, cos, sin, self.heads, cache, batch.slots)
+        y = self.ops.attend(qkv[:, : self.heads], cache, batch, self.scale)
         return self.out(y.reshape(rows, -1))
 
 
@@ -61,8 +60,8 @@ class LatentAttention:
         low_q, low_kv = torch.split(self.down(x), [self.mla.q_rank, self.mla.latent], -1)
         q = self._queries(low_q, cos, sin)
         latent = self._latent(low_kv, cos, sin)
-        cache.rows.index_copy_(0, batch.slots, latent.to(cache.rows.dtype))
-        mixed = self.ops.attend(q, cache.k, cache.v, batch, self.scale)  # [T, heads, kv_rank]
+        self.ops.store(latent, cache, batch.slots)
+        mixed = self.ops.attend(q, cache, batch, self.scale)  # [T, heads, kv_rank]
         y = torch.bmm(mixed.transpose(0, 1), self.value_up).transpose(0, 1)
         return self.out(y.reshape(len(x), -1))
 

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from minicpm_cli.errors import WeightsError
 from minicpm_cli.kernels.batch import ForwardBatch
+from minicpm_cli.kernels.cache import LayerCache
 from minicpm_cli.kernels.ops import Ops
 from minicpm_cli.model.attention import GroupedAttention, LatentAttention
 from minicpm_cli.model.config import ModelConfig
-from minicpm_cli.model.kv import KVCache, LayerCache
+from minicpm_cli.model.kv import KVCache
 from minicpm_cli.model.mlp import make_mlp
 from minicpm_cli.model.rope import Rotary
 from minicpm_cli.model.shapes import EMBED, HEAD

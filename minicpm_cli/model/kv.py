@@ -7,16 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from minicpm_cli.kernels.cache import LayerCache
 from minicpm_cli.model.config import ModelConfig
-
-
-@dataclass(frozen=True, slots=True)
-class LayerCache:
-    """Views of one layer's buffer. For MLA the value is a prefix of the key, so that a token is stored once."""
-
-    rows: Tensor  # [pages * page_size, C, D]: a token's row, what a step writes
-    k: Tensor  # [pages, page_size, Hkv, Dk]
-    v: Tensor  # [pages, page_size, Hkv, Dv]
 
 
 @dataclass(frozen=True, slots=True)

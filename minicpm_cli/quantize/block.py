@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from minicpm_cli.kernels.batch import ForwardBatch
+from minicpm_cli.kernels.cache import LayerCache
 from minicpm_cli.kernels.ops import ops_for
 from minicpm_cli.model.config import ModelConfig
 from minicpm_cli.model.decoder import Block
-from minicpm_cli.model.kv import KVCache, LayerCache
+from minicpm_cli.model.kv import KVCache
 from minicpm_cli.model.rope import Rotary
 from minicpm_cli.model.weights import Weights
 from minicpm_cli.quantize.layers import Half, block_prefix

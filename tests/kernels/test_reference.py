@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from minicpm_cli.kernels import reference
+from minicpm_cli.kernels.cache import LayerCache, encode
 from steps import forward_batch, relative_error
 
 PAGE = 4
@@ -51,7 +52,7 @@ def test_attend_equals_the_textbook(
     v = torch.randn(60, PAGE, hkv, dv, generator=generator).to(dtype)
     q = torch.randn(sum(n for n, _ in runs), hq, dk, generator=generator).to(dtype)
     batch = forward_batch([([0] * n, before) for n, before in runs], tables, PAGE, CPU)
-    out = reference.attend(q, k, v, batch, dk**-0.5)
+    out = reference.attend(q, LayerCache(k, k, v), batch, dk**-0.5)
     expected, row = [], 0
     for (new, before), table in zip(runs, tables, strict=True):
         keys, values = (t[table].flatten(0, 1)[: before + new] for t in (k, v))
@@ -85,3 +86,33 @@ def test_silu_mul() -> None:
     x = torch.randn(4, 14, generator=torch.Generator().manual_seed(3))
     gate, up = x.double()[:, :7], x.double()[:, 7:]
     assert relative_error(reference.silu_mul(x), gate / (1 + (-gate).exp()) * up) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_an_8_bit_cache_gives_back_what_it_was_given(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(2)
+    hkv, d, new = 3, 16, 6
+    codes = torch.zeros(5 * PAGE, 2 * hkv, d, dtype=dtype)
+    scales = torch.ones(5 * PAGE, 2 * hkv, dtype=torch.float16)
+    parts = [t.view(5, PAGE, 2 * hkv, *t.shape[2:]) for t in (codes, scales)]
+    k, k_scale, v, v_scale = (t[:, :, part] for part in (slice(hkv), slice(hkv, None)) for t in parts)
+    cache = LayerCache(codes, k, v, scales, k_scale, v_scale)
+    qkv = torch.randn(new, 4 * hkv, d, generator=generator)
+    qkv[2] = 0.0
+    plain = qkv.clone()
+    batch = forward_batch([([0] * new, 0)], [[3, 1]], PAGE, CPU)
+    angles = torch.randn(new, 1, 4, generator=generator)
+    reference.rope_store(qkv, angles.cos(), angles.sin(), 2 * hkv, cache, batch.slots)
+    reference.rope_(plain[:, : 3 * hkv], angles.cos(), angles.sin())
+    assert torch.equal(qkv, plain)
+    again = codes.float()[batch.slots] * scales[batch.slots, :, None]
+    assert relative_error(again, plain[:, 2 * hkv :]) < (0.01 if dtype == torch.int8 else 0.04)
+    out = reference.attend(qkv[:, : 2 * hkv], cache, batch, 0.25)
+    expected = textbook(qkv[:, : 2 * hkv], again[:, :hkv], again[:, hkv:], 0, 0.25)
+    assert relative_error(out, expected) < 1e-5
+
+
+def test_codes_of_a_row_of_zeros() -> None:
+    codes, scale = encode(torch.zeros(2, 3, 4), torch.int8)
+    assert not codes.any()
+    assert (scale == 1).all()
