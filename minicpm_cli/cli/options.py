@@ -32,7 +32,13 @@ PLACE = (
     _option("threads", int, "CPU threads.", "--threads", metavar="N"),
 )
 PACKING = (
-    _option("quantize", str, "Quantize at load: w4, w8, nf4, int8 or fp8.", "--quantize", metavar="SCHEME"),
+    _option(
+        "quantize",
+        str,
+        "Quantize at load, to nearest: w4, w8, nf4, int8 or fp8; minicpm quantize writes better 4 bits.",
+        "--quantize",
+        metavar="SCHEME",
+    ),
     _option("head_bits", int, "8 quantizes the output head at load; 16 does not.", "--head-bits", metavar="8|16"),
     _option(
         "gptq_format", str, "v1 or v2: zero points of GPTQ files that do not say it.", "--gptq-format", metavar="V"

@@ -154,12 +154,23 @@ def _show_plan(invocation: Invocation, job: Job, report: str | None) -> int:
     show_table(invocation.terminal, ("quantity", "value"), [("recipe", job.recipe.name), *planned.rows()])
     for line in planned.misfits:
         invocation.terminal.line(f"minicpm: does not divide: {line}")
+    _warn(invocation, job.recipe)
     if report is not None:
         Path(report).write_text(json.dumps(planned.record(), indent=2) + "\n", encoding="utf-8")
     if planned.problem:
         invocation.terminal.line(f"minicpm: does not fit: {planned.problem}")
         return _MEMORY_EXIT
     return 0
+
+
+def _warn(invocation: Invocation, recipe: Recipe) -> str | None:
+    """Says what is better known before the work than after it."""
+    from minicpm_cli.quantize.schema import unread_group
+
+    warning = unread_group(recipe)
+    if warning:
+        invocation.terminal.note(warning)
+    return warning
 
 
 def _expectation(job: Job) -> str:
@@ -178,13 +189,15 @@ def _run(invocation: Invocation, job: Job, report: str | None, plot: str | None)
 
     terminal = invocation.terminal
     terminal.note(_expectation(job))
+    said = _warn(invocation, job.recipe)
     with Bar(terminal) as bar:
         done = run(job, bar)
     if terminal.verbose:
         show_layers(terminal, done)
     show_report(terminal, done)
     for note in done.notes:
-        terminal.note(note)
+        if note != said:
+            terminal.note(note)
     if report is not None:
         Path(report).write_text(json.dumps(done.record(), indent=2) + "\n", encoding="utf-8")
     if plot is not None:

@@ -115,8 +115,8 @@ def _wrong(recipe: Recipe) -> str | None:
         return f"--head-bits 8 goes with --method gptq or rtn; the files of {recipe.method} have no place for it"
     if recipe.group != ROW and recipe.group < 8:
         return f"--group-size is {recipe.group}; it must be 32, 64, 96, 128, another multiple of 8, or -1 for a row"
-    if not 0 < recipe.damp <= 1:
-        return f"--damp is {recipe.damp}; it must be above 0 and at most 1"
+    if not 0 < recipe.damp < 1:  # transformers refuses to read a folder that names 1 or more
+        return f"--damp is {recipe.damp}; it must be above 0 and below 1"
     if not 0 <= recipe.correction <= 1:
         return f"--correction is {recipe.correction}; it must be from 0 (none) to 1"
     for flag, value in (("--samples", recipe.samples), ("--seqlen", recipe.seqlen)):

@@ -229,5 +229,4 @@ def _notes(job: Job, layers: Sequence[LayerReport], config: Mapping[str, Any], o
         yield "what stays plain was wider than bf16 in the original and is written as bf16"
     if companions.has_code(job.path, config):
         yield companions.CODE_NOTE.format(architecture=job.cfg.architecture)
-    if trouble := schema.unread_by_transformers(_schema(job)):
-        yield trouble
+    yield from filter(None, (schema.unread_group(job.recipe), schema.unread_by_transformers(_schema(job))))

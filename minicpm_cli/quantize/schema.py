@@ -14,6 +14,7 @@ ONE_LIST = "modules_in_block_to_quantize"
 BLOCKS = "model.layers."
 # GPTQModel reads asymmetric files of version 1 only from writers that are known to handle their zero points: itself
 # from 0.9 on. These files hold no zero point below 1, which is what it wants to be sure of.
+GPTQMODEL_GROUPS, VLLM_GROUPS = (-1, 16, 32, 64, 128, 256, 512, 1024), (-1, 32, 64, 128)
 _QUANTIZER, _SAFE_FOR_GPTQMODEL = f"minicpm-cli:{__version__}", "gptqmodel:2.0.0"
 
 
@@ -37,6 +38,16 @@ def unread_by_transformers(config: Mapping[str, Any]) -> str | None:
     if any(rule.startswith("-:") for rule in config.get("dynamic", {})) and ONE_LIST not in config:
         return "transformers does not read folders whose blocks leave different layers plain; GPTQModel does"
     return None
+
+
+def unread_group(recipe: Recipe) -> str | None:
+    """A line on the programs that refuse files with groups of this size."""
+    scheme = recipe.scheme
+    groups = {"GPTQModel": GPTQMODEL_GROUPS, "vLLM": VLLM_GROUPS} if scheme.kind == "int" else {}
+    names = [name for name, known in groups.items() if scheme.group not in known]
+    if not names:
+        return None
+    return f"{' and '.join(names)} will not read groups of {scheme.group}; 32, 64 and 128 are read everywhere"
 
 
 def _gptq(recipe: Recipe, plain: Sequence[str], packed: Sequence[str], head: bool) -> dict[str, Any]:

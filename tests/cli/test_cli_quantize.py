@@ -92,6 +92,20 @@ def test_the_plan_lists_what_does_not_divide(cli: Any, model: Path, tmp_path: Pa
     assert "--group-size 32, 64, 96, 192 would" in result.err
 
 
+def test_groups_that_other_programs_refuse_are_named_first_and_in_the_report(
+    cli: Any, model: Path, text: Path, tmp_path: Path
+) -> None:
+    said = "GPTQModel and vLLM will not read groups of 96"
+    arguments = ["--group-size", "96", "--method", "rtn", "--skip", "[od]*_proj", "--device", "cpu"]
+    arguments += ["--no-evaluate"]
+    assert said in cli("quantize", str(model), str(tmp_path / "out"), *arguments, "--plan").err
+    report = tmp_path / "report.json"
+    result = cli("quantize", str(model), str(tmp_path / "out"), *arguments, "--report", str(report))
+    assert result.code == 0, result.err
+    assert result.err.count(said) == 1
+    assert said in " ".join(json.loads(report.read_text())["notes"])
+
+
 def test_what_does_not_divide_is_an_error_without_a_plan(cli: Any, model: Path, tmp_path: Path) -> None:
     result = cli("quantize", str(model), str(tmp_path / "out"), "--group-size", "128", "--device", "cpu")
     assert result.code == 2

@@ -11,6 +11,7 @@ from minicpm_cli.errors import UsageError
 from minicpm_cli.model.config import ModelConfig
 from minicpm_cli.quantize.layers import block_prefix, check_layers, refuse_misfits, stages
 from minicpm_cli.quantize.recipe import Recipe, matches
+from minicpm_cli.quantize.schema import unread_group
 
 FAMILIES = ("minicpm-2b", "minicpm3-4b", "minicpm-moe-8x2b", "minicpm5-1b")
 
@@ -27,6 +28,7 @@ def cfg_of(family: str, **changes: Any) -> ModelConfig:
         ({"group": 0}, "--group-size is 0"),
         ({"group": 36}, "group of 36"),
         ({"damp": 0.0}, "--damp is 0.0"),
+        ({"damp": 1.0}, "--damp is 1.0; it must be above 0 and below 1"),
         ({"damp": float("nan")}, "--damp is nan"),
         ({"correction": 1.5}, "--correction is 1.5"),
         ({"correction": float("nan")}, "--correction is nan"),
@@ -120,3 +122,17 @@ def test_a_pattern_that_names_nothing_and_one_that_names_all_are_refused() -> No
         check_layers(cfg_of("minicpm-2b"), Recipe(group=32, skip=("*.dwn_proj",)))
     with pytest.raises(UsageError, match="leaves nothing"):
         check_layers(cfg_of("minicpm-2b"), Recipe(group=32, skip=("*",)))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "said"),
+    [
+        (Recipe(group=64), None),
+        (Recipe(method="rtn", bits=8, group=-1), None),
+        (Recipe(method="nf4", group=96), None),
+        (Recipe(group=96), "GPTQModel and vLLM will not read groups of 96; 32, 64 and 128 are read everywhere"),
+        (Recipe(group=256), "vLLM will not read groups of 256; 32, 64 and 128 are read everywhere"),
+    ],
+)
+def test_groups_that_others_do_not_read_are_named(recipe: Recipe, said: str | None) -> None:
+    assert unread_group(recipe) == said
