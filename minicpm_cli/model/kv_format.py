@@ -1,4 +1,4 @@
-"""How the cache holds keys and values, and what a token costs in it. No torch: memory is planned before it is loaded."""
+"""How the cache holds keys and values, and what a token costs in it; without torch, as the memory is planned before."""
 
 from __future__ import annotations
 
