@@ -9,7 +9,9 @@ from minicpm_cli.kernels.batch import ForwardBatch
 from minicpm_cli.kernels.cache import LayerCache
 from minicpm_cli.kernels.ops import Ops
 from minicpm_cli.model.config import MLAConfig, ModelConfig
+from minicpm_cli.model.product import product
 from minicpm_cli.model.weights import Weights
+from quant.layers.around import Norm
 
 
 class GroupedAttention:
@@ -26,12 +28,15 @@ class GroupedAttention:
         )
         self.out = weights.linear((f"{prefix}.o_proj.weight", h, cfg.heads * d))
 
-    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, batch: ForwardBatch, cache: LayerCache) -> Tensor:  # [T, H]
-        rows = len(x)
-        qkv = self.qkv(x).view(rows, -1, self.head_dim)
-        self.ops.rope_store(qkv, cos, sin, self.heads, cache, batch.slots)
-        y = self.ops.attend(qkv[:, : self.heads], cache, batch, self.scale)
-        return self.out(y.reshape(rows, -1))
+    def __call__(
+        self, h: Tensor, norm: Norm, alpha: float, cos: Tensor, sin: Tensor, batch: ForwardBatch, cache: LayerCache
+    ) -> Tensor:  # [T, H]
+        """h + alpha * attention(norm(h))."""
+        rows, ops = len(h), self.ops
+        qkv = product(self.qkv, h, ops, norm=norm).view(rows, -1, self.head_dim)
+        ops.rope_store(qkv, cos, sin, self.heads, cache, batch.slots)
+        y = ops.attend(qkv[:, : self.heads], cache, batch, self.scale)
+        return product(self.out, y.reshape(rows, -1), ops, onto=h, alpha=alpha)
 
 
 class LatentAttention:
@@ -50,23 +55,27 @@ class LatentAttention:
             (f"{prefix}.q_a_proj.weight", mla.q_rank, h),
             (f"{prefix}.kv_a_proj_with_mqa.weight", mla.latent, h),
         )
-        self.q_norm = weights.vector(f"{prefix}.q_a_layernorm.weight", mla.q_rank)
+        self.q_norm = Norm(weights.vector(f"{prefix}.q_a_layernorm.weight", mla.q_rank), cfg.eps)
         self.kv_norm = weights.vector(f"{prefix}.kv_a_layernorm.weight", mla.kv_rank)
         self.q_up = weights.linear((f"{prefix}.q_b_proj.weight", cfg.heads * (mla.nope_dim + mla.rope_dim), mla.q_rank))
         self.key_up, self.value_up = _split_kv_b(cfg, mla, weights, f"{prefix}.kv_b_proj.weight")
         self.out = weights.linear((f"{prefix}.o_proj.weight", h, cfg.heads * mla.v_dim))
 
-    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, batch: ForwardBatch, cache: LayerCache) -> Tensor:  # [T, H]
-        low_q, low_kv = torch.split(self.down(x), [self.mla.q_rank, self.mla.latent], -1)
+    def __call__(
+        self, h: Tensor, norm: Norm, alpha: float, cos: Tensor, sin: Tensor, batch: ForwardBatch, cache: LayerCache
+    ) -> Tensor:  # [T, H]
+        """h + alpha * attention(norm(h))."""
+        low = product(self.down, h, self.ops, norm=norm)
+        low_q, low_kv = torch.split(low, [self.mla.q_rank, self.mla.latent], -1)
         q = self._queries(low_q, cos, sin)
         latent = self._latent(low_kv, cos, sin)
         self.ops.store(latent, cache, batch.slots)
         mixed = self.ops.attend(q, cache, batch, self.scale)  # [T, heads, kv_rank]
         y = torch.bmm(mixed.transpose(0, 1), self.value_up).transpose(0, 1)
-        return self.out(y.reshape(len(x), -1))
+        return product(self.out, y.reshape(len(h), -1), self.ops, onto=h, alpha=alpha)
 
     def _queries(self, low: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # [T, heads, kv_rank + rope_dim]
-        q = self.q_up(self.ops.rms_norm(low, self.q_norm, self.eps)).view(len(low), self.heads, -1)
+        q = product(self.q_up, low, self.ops, norm=self.q_norm).view(len(low), self.heads, -1)
         self.ops.rope_(q, cos, sin)
         nope, rope = torch.split(q, [self.mla.nope_dim, self.mla.rope_dim], -1)
         absorbed = torch.bmm(nope.transpose(0, 1), self.key_up).transpose(0, 1)

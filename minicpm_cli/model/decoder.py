@@ -19,6 +19,7 @@ from minicpm_cli.model.rope import Rotary
 from minicpm_cli.model.shapes import EMBED, HEAD
 from minicpm_cli.model.weights import Weights
 from quant.embedding import Embedding
+from quant.layers.around import Norm
 from quant.linear import Linear
 from quant.pack import Packed
 
@@ -29,23 +30,21 @@ class Block:
     """Two pre-normed branches on the residual stream, each scaled by muP's residual factor."""
 
     def __init__(self, cfg: ModelConfig, weights: Weights, prefix: str, ops: Ops) -> None:
-        self.eps, self.residual_scale, self.ops = cfg.eps, cfg.residual_scale, ops
-        self.attention_norm = weights.vector(f"{prefix}.input_layernorm.weight", cfg.hidden_size)
+        self.residual_scale = cfg.residual_scale
+        self.attention_norm = Norm(weights.vector(f"{prefix}.input_layernorm.weight", cfg.hidden_size), cfg.eps)
         kind = LatentAttention if cfg.mla else GroupedAttention
         self.attention = kind(cfg, weights, f"{prefix}.self_attn", ops)
-        self.mlp_norm = weights.vector(f"{prefix}.post_attention_layernorm.weight", cfg.hidden_size)
+        self.mlp_norm = Norm(weights.vector(f"{prefix}.post_attention_layernorm.weight", cfg.hidden_size), cfg.eps)
         self.mlp = make_mlp(cfg, weights, f"{prefix}.mlp", ops)
 
     def __call__(self, h: Tensor, cos: Tensor, sin: Tensor, batch: ForwardBatch, cache: LayerCache) -> Tensor:  # [T, H]
         return self.feed_forward(self.attend(h, cos, sin, batch, cache))
 
     def attend(self, h: Tensor, cos: Tensor, sin: Tensor, batch: ForwardBatch, cache: LayerCache) -> Tensor:  # [T, H]
-        normed = self.ops.rms_norm(h, self.attention_norm, self.eps)
-        return torch.add(h, self.attention(normed, cos, sin, batch, cache), alpha=self.residual_scale)
+        return self.attention(h, self.attention_norm, self.residual_scale, cos, sin, batch, cache)
 
     def feed_forward(self, h: Tensor) -> Tensor:  # [T, H]
-        normed = self.ops.rms_norm(h, self.mlp_norm, self.eps)
-        return torch.add(h, self.mlp(normed), alpha=self.residual_scale)
+        return self.mlp.onto(h, self.mlp_norm, self.residual_scale)
 
 
 class Decoder:
@@ -66,7 +65,7 @@ class Decoder:
             if on_progress:
                 on_progress(layer + 1, cfg.layers)
         self.blocks = tuple(blocks)
-        self.norm = weights.vector("model.norm.weight", cfg.hidden_size)
+        self.norm = Norm(weights.vector("model.norm.weight", cfg.hidden_size), cfg.eps)
         self.rotary = Rotary(cfg.rope, cfg.context, weights.device)
         self.weight_bytes = weights.nbytes
 
@@ -87,7 +86,7 @@ class Decoder:
     def logits(self, h: Tensor) -> Tensor:  # [S, H] -> [S, V] float32
         if not len(h):
             return torch.empty(0, self.cfg.vocab, device=h.device)
-        h = self.ops.rms_norm(h, self.norm, self.cfg.eps)
+        h = self.ops.rms_norm(h, self.norm.weight, self.norm.eps)
         if self.cfg.logit_divisor != 1.0:
             h = h / self.cfg.logit_divisor
         return self.head(h).float()

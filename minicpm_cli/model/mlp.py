@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from minicpm_cli.kernels.ops import Ops
 from minicpm_cli.model.config import ModelConfig
+from minicpm_cli.model.product import product
 from minicpm_cli.model.weights import Weights
+from quant.layers.around import Gate, Norm
 
 
 class GatedMLP:
@@ -21,10 +21,15 @@ class GatedMLP:
         h, i = cfg.hidden_size, cfg.intermediate
         self.gate_up = weights.linear((gate, i, h), (up, i, h))
         self.down = weights.linear((down, h, i))
-        self.activate = _activation(cfg, ops)
+        self.gate, self.ops = _gate(cfg), ops
 
     def __call__(self, x: Tensor) -> Tensor:  # [T, H]
-        return self.down(self.activate(self.gate_up(x)))
+        return product(self.down, product(self.gate_up, x, self.ops, gate=self.gate), self.ops)
+
+    def onto(self, h: Tensor, norm: Norm, alpha: float) -> Tensor:  # [T, H]
+        """h + alpha * mlp(norm(h))."""
+        x = product(self.gate_up, h, self.ops, norm=norm, gate=self.gate)
+        return product(self.down, x, self.ops, onto=h, alpha=alpha)
 
 
 class MixtureOfExperts:
@@ -32,7 +37,7 @@ class MixtureOfExperts:
 
     def __init__(self, cfg: ModelConfig, weights: Weights, prefix: str, ops: Ops) -> None:
         assert cfg.moe is not None
-        self.active = cfg.moe.active
+        self.active, self.ops = cfg.moe.active, ops
         self.router = weights.linear((f"{prefix}.gate.weight", cfg.moe.experts, cfg.hidden_size))
         self.experts = tuple(
             GatedMLP(cfg, weights, _expert_names(f"{prefix}.experts.{e}"), ops) for e in range(cfg.moe.experts)
@@ -45,6 +50,10 @@ class MixtureOfExperts:
             rows, places = torch.where(chosen == expert)
             out.index_add_(0, rows, self.experts[expert](x[rows]) * shares[rows, places, None])
         return out
+
+    def onto(self, h: Tensor, norm: Norm, alpha: float) -> Tensor:  # [T, H]
+        """h + alpha * mixture(norm(h))."""
+        return torch.add(h, self(self.ops.rms_norm(h, norm.weight, norm.eps)), alpha=alpha)
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:  # [T, active] each
         """Expert numbers and their weights."""
@@ -64,7 +73,5 @@ def _expert_names(prefix: str) -> tuple[str, str, str]:
     return f"{prefix}.w1.weight", f"{prefix}.w3.weight", f"{prefix}.w2.weight"
 
 
-def _activation(cfg: ModelConfig, ops: Ops) -> Callable[[Tensor], Tensor]:
-    if cfg.activation == "silu":
-        return ops.silu_mul
-    return lambda gate_up: ops.relu_mul(gate_up, cfg.activation_threshold)
+def _gate(cfg: ModelConfig) -> Gate:
+    return Gate("silu") if cfg.activation == "silu" else Gate("relu", cfg.activation_threshold)
