@@ -13,6 +13,7 @@ from minicpm_cli.model.decoder import Decoder
 from minicpm_cli.model.load_scheme import AS_STORED, LoadScheme
 from minicpm_cli.model.quantizing_source import QuantizingSource
 from minicpm_cli.model.source import TensorSource, open_source
+from minicpm_cli.model.staging import StagedSource
 from minicpm_cli.model.weights import Weights
 
 # Tables that older checkpoints store beside the weights; they are recomputed from the config.
@@ -51,6 +52,8 @@ def build_decoder(
     for name in sorted(source.names()):
         if name.endswith(DERIVED):
             source.ignore(name)
+    if device.type == "cuda":
+        source = StagedSource(source, device)
     if scheme.linear:
         source = QuantizingSource(source, scheme, device)
     with torch.inference_mode():

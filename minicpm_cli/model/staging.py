@@ -1,0 +1,98 @@
+"""Host tensors to a GPU: threads copy mapped files into pinned buffers, from which the device fetches meanwhile.
+
+A plain copy of a mapped tensor is one thread's work and waits for it: see bench's row "load" for both.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import cycle
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minicpm_cli.model.source import Stored, TensorSource
+
+THREADS = 8
+CHUNK = 4 << 20  # bytes of one buffer; every thread has two, one of which the device may still be reading
+SMALL = 64 << 10  # bytes below which a plain copy is sooner done than asked for
+
+
+class Staging:
+    """Copies host tensors to `device`; what `place` returns may be used on the current stream at once."""
+
+    def __init__(self, device: torch.device, threads: int = THREADS) -> None:
+        self.device = device
+        self._threads = ThreadPoolExecutor(threads, "weights")
+        self._own = threading.local()
+
+    def place(self, stored: Tensor) -> Tensor:
+        """`stored` on the device, of the same type and shape."""
+        if stored.device == self.device or stored.nbytes < SMALL or not stored.is_contiguous():
+            return stored.to(self.device)
+        placed = torch.empty(stored.shape, dtype=stored.dtype, device=self.device)
+        source, target = stored.view(-1).view(torch.uint8), placed.view(-1).view(torch.uint8)
+        stream = torch.cuda.current_stream(self.device)
+        parts = range(0, source.numel(), CHUNK)
+        tasks = [self._threads.submit(self._copy, source[i : i + CHUNK], target[i : i + CHUNK], stream) for i in parts]
+        for task in tasks:
+            task.result()
+        return placed
+
+    def close(self) -> None:
+        """Waits for the device: the buffers are given back."""
+        self._threads.shutdown()
+        torch.cuda.current_stream(self.device).synchronize()
+        self._own = threading.local()
+
+    @torch.inference_mode()
+    def _copy(self, source: Tensor, target: Tensor, stream: torch.cuda.Stream) -> None:  # [bytes] uint8
+        buffer, free = next(self._buffers())
+        free.synchronize()
+        pinned = buffer[: source.numel()]
+        np.copyto(pinned.numpy(), source.numpy())  # without the GIL, and on this thread alone
+        with torch.cuda.stream(stream):
+            target.copy_(pinned, non_blocking=True)
+            free.record(stream)
+
+    def _buffers(self) -> Iterator[tuple[Tensor, torch.cuda.Event]]:
+        """Those of this thread, in turn, each with the event after which it may be written again."""
+        if not hasattr(self._own, "buffers"):
+            made = [(torch.empty(CHUNK, dtype=torch.uint8, pin_memory=True), _event()) for _ in range(2)]
+            self._own.buffers = cycle(made)
+        buffers: Iterator[tuple[Tensor, torch.cuda.Event]] = self._own.buffers
+        return buffers
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+
+class StagedSource:
+    """A TensorSource whose plain tensors come on the device already."""
+
+    def __init__(self, inner: TensorSource, device: torch.device) -> None:
+        self._inner, self._staging = inner, Staging(device)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._inner
+
+    def names(self) -> set[str]:
+        return self._inner.names()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._inner.shape(name)
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Stored:
+        stored = self._inner.take(name, shape)
+        return self._staging.place(stored) if isinstance(stored, Tensor) else stored
+
+    def ignore(self, name: str) -> None:
+        self._inner.ignore(name)
+
+    def finish(self) -> None:
+        self._staging.close()
+        self._inner.finish()
