@@ -21,13 +21,17 @@ from minicpm_cli.units import duration, size
 # float32 copies of a Hessian that one solve holds: its sum, the mean, sorted, reversed, two factors, a unit matrix and
 # the inverse; and copies of the group's weights: joined, transposed, rounded, wrong, their products.
 HESSIAN_COPIES, WEIGHT_COPIES = 8, 6
+LAPACK_COPIES = 2  # of a Hessian, on a CPU: LAPACK gets its matrix and its right side by columns
 WRITTEN_BYTES, WIDE_BYTES = 2, 4  # of an element that stays plain, and of one that was wider or packed before
 LOGIT_BYTES = 7 * (64 << 20)  # of held-out text, a few rows at a time: scores and probabilities of both models
 UNPACKED_BYTES = 12  # a weight of the layer whose product is being computed from packed weights
 SLACK = 1.1  # what allocators round up
 INDEX_BYTES = 4  # of a column number (g_idx)
 LOOKS = 0.7  # passes for the statistics' sake, as a part of a whole pass
-SEARCH = 4000.0  # operations' worth of time that a weight's grid and rounding take
+# Operations' worth of time, by a profile of a block of the 2B on one thread: of a weight's grid and rounding, which are
+# element by element; of a Hessian's factors and inverse, by the cube of its size, LAPACK being slower than products; of
+# a weight, by each of its inputs, for rounding with what is left to make up for and for the errors.
+SEARCH, FACTORS, PRODUCTS, AIMS = 16000.0, 5.0, 5.0, 4.0
 CUDA_COLUMN, CUDA_STEP = 3e-4, 8e-4  # seconds that launches take: of a column in a solve, of a layer in a decode step
 
 
@@ -164,7 +168,7 @@ def _parts(cfg: ModelConfig, recipe: Recipe, tokens: int, held: int, machine: Ma
         "block": elements * machine.itemsize,  # the tensors; the layers made of them are as many again
         "original": elements * machine.itemsize if recipe.corrects else 0,
         "statistics": max(sum(_statistics(g, recipe) for g in s.groups) for s in todo) if tokens else 0,
-        "solving": max(_solving(g, recipe) for s in todo for g in s.groups),
+        "solving": max(_solving(g, recipe, machine) for s in todo for g in s.groups),
         "activations": _activations(cfg, machine, recipe),
         "head": machine.itemsize * ends * (2 if wide else 1) + LOGIT_BYTES,
         "kept": _kept(cfg, recipe, tokens, machine),
@@ -225,9 +229,10 @@ def _kept(cfg: ModelConfig, recipe: Recipe, tokens: int, machine: Machine) -> in
     return max(sizes, default=0) if machine.cpu else 0
 
 
-def _solving(group: Group, recipe: Recipe) -> int:
+def _solving(group: Group, recipe: Recipe, machine: Machine) -> int:
     """Beyond the statistics themselves, which are counted with their stage."""
-    copies = (HESSIAN_COPIES - 1) * group.columns**2 if recipe.calibrates else 0
+    hessians = HESSIAN_COPIES - 1 + (LAPACK_COPIES if machine.cpu else 0)
+    copies = hessians * group.columns**2 if recipe.calibrates else 0
     return 4 * (copies + (WEIGHT_COPIES + recipe.corrects) * _weights(group))
 
 
@@ -264,7 +269,8 @@ def _seconds(cfg: ModelConfig, recipe: Recipe, calibration: Amount, held: int, m
     if not machine.rate:
         return 0.0
     tokens = calibration.tokens if recipe.calibrates else 0
-    seconds = _operations(cfg, recipe, tokens, tokens + 2 * held) / machine.rate
+    heads = 2 * 2.0 * held * cfg.vocab * cfg.hidden_size  # of the quantized model and of the original
+    seconds = (heads + _operations(cfg, recipe, tokens, tokens + 2 * held)) / machine.rate
     if not machine.cpu and tokens:
         columns = sum(group.columns for stage in stages(cfg, 0, recipe) for group in stage.groups)
         seconds += cfg.layers * columns * CUDA_COLUMN
@@ -287,7 +293,8 @@ def _operations(cfg: ModelConfig, recipe: Recipe, calibration: int, passing: int
             moved = _statistics(group, recipe) - 4 * group.columns**2
             work += calibration * (share if group.expert else 1.0) * (1.25 * group.columns**2 + 0.5 * moved)
         work += 2.0 * calibration * block * share if recipe.corrects else 0.0
-        work += sum(1.5 * g.columns**3 + 6.0 * g.columns * _weights(g) for g in groups)
+        products = PRODUCTS + (AIMS if recipe.corrects else 0.0)
+        work += sum(FACTORS * g.columns**3 + products * g.columns * _weights(g) for g in groups)
     return cfg.layers * (work + SEARCH * sum(_weights(g) for g in groups))
 
 

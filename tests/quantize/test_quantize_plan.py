@@ -111,3 +111,12 @@ def test_time_grows_with_the_tokens() -> None:
     assert 0 < short < long
     assert dict(make_plan(cfg, Recipe(), Amount(1, 16), 0, machine).rows())["time"].startswith("about ")
     assert "time" not in dict(make_plan(cfg, Recipe(), Amount(1, 16), 0, MACHINE).rows())
+
+
+def test_a_cpus_plan_is_near_what_was_measured() -> None:
+    """A block of the 2B with 2,048 tokens of vocabulary, 2x512 tokens, on one thread: 45 s and 2.62 GB."""
+    cfg = ModelConfig.from_hf(checkpoint_config("minicpm-2b", exact=True, layers=1, vocab=2048))
+    machine = replace(MACHINE, device="cpu", itemsize=4, chunk=2048, rate=104.7e9)
+    made = make_plan(cfg, Recipe(calib="a.txt"), Amount(2, 512), 3072, machine)
+    assert made.seconds == pytest.approx(45, rel=0.15)
+    assert 2.62e9 < made.peak < 1.1 * 2.62e9
