@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PureWindowsPath
 from typing import Any
@@ -46,7 +47,7 @@ def bin_files(folder: Path) -> Shards | None:
 
 def unreadable(path: Path, why: str) -> WeightsError:
     """A damaged file, with the one cause that is easy to name: a git clone without git-lfs."""
-    with open(path, "rb") as file:
+    with suppress(OSError), open(path, "rb") as file:  # the file may be elsewhere
         if file.read(len(GIT_LFS)) == GIT_LFS:
             return WeightsError(f"{path} is a git-lfs pointer, not the weights; run `git lfs pull` in its folder")
     return WeightsError(f"{path}: {why}. The file is damaged or incomplete; fetch it again.")
