@@ -6,23 +6,21 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from minicpm_cli.doctor import why_no_gpu
-from minicpm_cli.engine.engine import Engine, EngineConfig, EngineRequest, TokenEvent
-from minicpm_cli.engine.memory import MemoryOptions, MemoryPlan, plan_memory
-from minicpm_cli.errors import MinicpmError, OutOfMemory, UsageError
+from minicpm_cli.engine.engine import Engine, EngineRequest, TokenEvent
+from minicpm_cli.engine.memory import MemoryPlan
+from minicpm_cli.errors import MinicpmError, UsageError
 from minicpm_cli.hub.files import ModelFiles
-from minicpm_cli.llm.checkpoint import Checkpoint
-from minicpm_cli.llm.device import choose_device, choose_dtype, dtype_name, free_bytes
+from minicpm_cli.llm.device import choose_device, choose_dtype, dtype_name
 from minicpm_cli.llm.info import LLMInfo
+from minicpm_cli.llm.opening import Opened, open_engine, plan_engine
 from minicpm_cli.llm.prompter import Prompter
 from minicpm_cli.model.config import ModelConfig
-from minicpm_cli.model.decoder import Decoder
-from minicpm_cli.model.kv import KVCache
 from minicpm_cli.settings import LoadOptions
 from minicpm_cli.text.detok import TextSink
 from minicpm_cli.types import Event, Request, SamplingParams
@@ -56,15 +54,13 @@ class LLM:
         checkpoint = prompter.checkpoint.with_options(options)
         device = choose_device(options.device)
         dtype = choose_dtype(options.dtype, device)
-        plan = _plan(options, checkpoint, device, dtype)
+        plan = plan_engine(options, checkpoint, device, dtype)
         trained = checkpoint.cfg.context
         prompter.checkpoint = checkpoint = replace(checkpoint, cfg=checkpoint.cfg.with_context(plan.context))
-        with _memory_errors(device):
-            decoder = checkpoint.decoder(device, dtype, on_progress)
-            kv = KVCache.allocate(decoder.cfg, plan.pages, plan.page_size, device, dtype)
-        info = _info(prompter, files, decoder, kv, plan, time.monotonic() - begun)
+        opened = open_engine(plan, checkpoint, device, dtype, on_progress)
+        info = _info(prompter, files, opened, plan, time.monotonic() - begun)
         notes = _notes(options, checkpoint.cfg, trained, device)
-        return cls(prompter, Engine(decoder, kv, _engine_config(plan)), replace(info, notes=notes))
+        return cls(prompter, opened.engine, replace(info, notes=notes))
 
     def prompt(self, request: Request) -> list[int]:
         return self._prompter.prompt(request)
@@ -163,37 +159,8 @@ def _refuse_later(options: LoadOptions) -> None:
             raise UsageError(f"{name} is not supported in this version; remove it from the settings (minicpm config)")
 
 
-def _plan(options: LoadOptions, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> MemoryPlan:
-    wanted = MemoryOptions(
-        context=options.ctx,
-        max_seqs=options.max_seqs,
-        max_batch_tokens=options.max_batch_tokens,
-        fraction=options.memory_fraction,
-        cpu=device.type == "cpu",
-    )
-    return plan_memory(
-        checkpoint.cfg,
-        weight_bytes=checkpoint.weight_bytes(dtype.itemsize, cpu=device.type == "cpu"),
-        kv_itemsize=dtype.itemsize,
-        free_bytes=free_bytes(device),
-        options=wanted,
-    )
-
-
-def _engine_config(plan: MemoryPlan) -> EngineConfig:
-    return EngineConfig(
-        pages=plan.pages,
-        max_seqs=plan.max_seqs,
-        max_batch_tokens=plan.max_batch_tokens,
-        context=plan.context,
-        page_size=plan.page_size,
-    )
-
-
-def _info(
-    prompter: Prompter, files: ModelFiles, decoder: Decoder, kv: KVCache, plan: MemoryPlan, seconds: float
-) -> LLMInfo:
-    checkpoint, template = prompter.checkpoint, prompter.template
+def _info(prompter: Prompter, files: ModelFiles, opened: Opened, plan: MemoryPlan, seconds: float) -> LLMInfo:
+    checkpoint, template, decoder = prompter.checkpoint, prompter.template, opened.decoder
     return LLMInfo(
         name=files.name,
         context=min(plan.context, plan.cache_tokens),
@@ -204,24 +171,10 @@ def _info(
         parameters=checkpoint.cfg.parameters,
         max_seqs=plan.max_seqs,
         weight_bytes=decoder.weight_bytes,
-        cache_bytes=kv.nbytes,
+        cache_bytes=opened.kv.nbytes,
         cache_tokens=plan.cache_tokens,
         load_seconds=seconds,
         template=template.origin if template else "none",
         template_source=template.source if template else "",
         details=checkpoint.load.details(checkpoint.cfg),
     )
-
-
-@contextmanager
-def _memory_errors(device: torch.device) -> Iterator[None]:
-    """Turns torch's out-of-memory into ours."""
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        if not isinstance(error, torch.OutOfMemoryError | MemoryError) and "can't allocate memory" not in str(error):
-            raise
-        raise OutOfMemory(
-            f"loading ran out of memory on {device}. Lower --ctx or --max-seqs, close other programs, "
-            "or take a smaller model."
-        ) from error

@@ -1,0 +1,96 @@
+"""From a checkpoint to an engine that is sized by the memory that is free: chat, batch and bench run on the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from minicpm_cli.engine.engine import Engine, EngineConfig
+from minicpm_cli.engine.memory import MemoryOptions, MemoryPlan, plan_memory
+from minicpm_cli.errors import OutOfMemory
+from minicpm_cli.llm.device import free_bytes
+from minicpm_cli.model.config import ModelConfig
+from minicpm_cli.model.decoder import Decoder
+from minicpm_cli.model.kv import KVCache
+from minicpm_cli.settings import LoadOptions
+
+
+class Loadable(Protocol):
+    """What is needed of a Checkpoint."""
+
+    @property
+    def cfg(self) -> ModelConfig: ...
+
+    def weight_bytes(self, itemsize: int, *, cpu: bool = False) -> int: ...
+
+    def decoder(
+        self, device: torch.device, dtype: torch.dtype, on_progress: Callable[[int, int], None] | None = None
+    ) -> Decoder: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    engine: Engine
+    decoder: Decoder
+    kv: KVCache
+
+
+def plan_engine(options: LoadOptions, checkpoint: Loadable, device: torch.device, dtype: torch.dtype) -> MemoryPlan:
+    """Before anything is loaded. Raises OutOfMemory for what does not fit."""
+    cpu = device.type == "cpu"
+    wanted = MemoryOptions(
+        context=options.ctx,
+        max_seqs=options.max_seqs,
+        max_batch_tokens=options.max_batch_tokens,
+        fraction=options.memory_fraction,
+        cpu=cpu,
+    )
+    return plan_memory(
+        checkpoint.cfg,
+        weight_bytes=checkpoint.weight_bytes(dtype.itemsize, cpu=cpu),
+        kv_itemsize=dtype.itemsize,
+        free_bytes=free_bytes(device),
+        options=wanted,
+    )
+
+
+def open_engine(
+    plan: MemoryPlan,
+    checkpoint: Loadable,
+    device: torch.device,
+    dtype: torch.dtype,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Opened:
+    """Loads the weights, whose rotation tables are as long as the checkpoint's cfg says, and allocates the cache."""
+    with _memory_errors(device):
+        decoder = checkpoint.decoder(device, dtype, on_progress)
+        kv = KVCache.allocate(decoder.cfg, plan.pages, plan.page_size, device, dtype)
+    return Opened(Engine(decoder, kv, _engine_config(plan)), decoder, kv)
+
+
+def _engine_config(plan: MemoryPlan) -> EngineConfig:
+    return EngineConfig(
+        pages=plan.pages,
+        max_seqs=plan.max_seqs,
+        max_batch_tokens=plan.max_batch_tokens,
+        context=plan.context,
+        page_size=plan.page_size,
+    )
+
+
+@contextmanager
+def _memory_errors(device: torch.device) -> Iterator[None]:
+    """Turns torch's out-of-memory into ours."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not isinstance(error, torch.OutOfMemoryError | MemoryError) and "can't allocate memory" not in str(error):
+            raise
+        raise OutOfMemory(
+            f"loading ran out of memory on {device}. Lower --ctx or --max-seqs, close other programs, "
+            "or take a smaller model."
+        ) from error
