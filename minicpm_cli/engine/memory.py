@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from minicpm_cli.engine.memory_workspace import PLAIN, Form, Workspace, ends_bytes, step_bytes, workspace
 from minicpm_cli.errors import OutOfMemory
 from minicpm_cli.model.config import ModelConfig
+from minicpm_cli.units import size
 
-GIB = 2**30
 GPU_SEQS, GPU_TOKENS = 64, 8192
 CPU_SEQS, CPU_TOKENS, CPU_CONTEXT = 4, 512, 8192
 CPU_CACHE_SHARE = 0.25  # of free memory, unless a larger context is asked for: the machine is not ours alone
 LEAST_CONTEXT = 512  # a smaller context than this, or the model's own, is not worth opening
 LEAST_SEQ = 256  # tokens that each of the sequences asked for must have room for
-SCORE_COPIES = 6  # float32 rows of logits alive at once while sampling: scores, weights, float64 sums, masks
+MOST_SEQS = 1 << 16  # where a search for the largest batch ends
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What is to be held: the model, its weights in bytes, and the bytes of a token in its cache."""
+
+    cfg: ModelConfig
+    weights: int
+    kv_token: int
+    form: Form = PLAIN
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryOptions:
-    """What the user asked for; None leaves it to the plan. `fraction` of the free bytes may be used."""
+    """What the user asked for; None leaves it to the plan. `fraction` of the free bytes may be used.
+
+    `graphs`: the largest batch that is captured, 0 for none. `fixed`: bytes that the device's context will take.
+    """
 
     context: int | None = None
     max_seqs: int | None = None
@@ -26,23 +40,36 @@ class MemoryOptions:
     fraction: float = 0.9
     page_size: int = 16
     cpu: bool = False
+    graphs: int = 0
+    fixed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Sizes in bytes, `context` in tokens. `pages` includes the dummy. `problem` is empty when everything fits."""
+    """Sizes in bytes, `context` in tokens. `pages` includes the dummy. `problem` is empty when everything fits.
+
+    `largest_context` is that of one sequence, `largest_batch` of sequences of `context` tokens each.
+    """
 
     free: int
     budget: int
+    fixed: int
     weights: int
-    workspace: int
+    ends: int
+    phases: Workspace
     kv_per_token: int
     page_size: int
     pages: int
     context: int
     max_seqs: int
     max_batch_tokens: int
+    largest_context: int
+    largest_batch: int
     problem: str = ""
+
+    @property
+    def workspace(self) -> int:
+        return self.phases.running
 
     @property
     def cache(self) -> int:
@@ -54,7 +81,16 @@ class MemoryPlan:
 
     @property
     def total(self) -> int:
-        return self.weights + self.workspace + self.cache
+        return self.fixed + self.weights + self.workspace + self.cache
+
+    @property
+    def peaks(self) -> dict[str, int]:
+        """What each phase takes at its most, the context left out."""
+        held = self.weights + self.cache + self.phases.capture
+        peaks = {"load": max(self.weights + self.phases.load, 2 * self.ends)}
+        if self.phases.capture:
+            peaks["capture"] = held + self.phases.decode
+        return peaks | {"prefill": held + self.phases.prefill, "decode": held + self.phases.decode}
 
     @property
     def fits(self) -> bool:
@@ -65,74 +101,118 @@ class MemoryPlan:
         if self.problem:
             return self.problem
         return (
-            f"fits: {_gib(self.total)} of {_gib(self.budget)}, {self.cache_tokens} tokens of cache for "
+            f"fits: {size(self.total)} of {size(self.budget)}, {self.cache_tokens} tokens of cache for "
             f"{self.max_seqs} sequences of up to {self.context} tokens"
         )
 
 
-def plan_memory(
-    cfg: ModelConfig, *, weight_bytes: int, kv_itemsize: int, free_bytes: int, options: MemoryOptions
-) -> MemoryPlan:
+def plan_memory(demand: Demand, free_bytes: int, options: MemoryOptions) -> MemoryPlan:
     """Sizes an engine for `free_bytes`, the memory that is free before the weights are loaded.
 
     Raises OutOfMemory when the model, or a context or number of sequences that was asked for, does not fit.
     """
-    plan = survey_memory(
-        cfg, weight_bytes=weight_bytes, kv_itemsize=kv_itemsize, free_bytes=free_bytes, options=options
-    )
+    plan = survey_memory(demand, free_bytes, options)
     if plan.problem:
         raise OutOfMemory(plan.problem)
     return plan
 
 
-def survey_memory(
-    cfg: ModelConfig, *, weight_bytes: int, kv_itemsize: int, free_bytes: int, options: MemoryOptions
-) -> MemoryPlan:
+def survey_memory(demand: Demand, free_bytes: int, options: MemoryOptions) -> MemoryPlan:
     """The same plan, but what does not fit is told in `problem`."""
-    cpu, size = options.cpu, options.page_size
-    seqs = options.max_seqs or (CPU_SEQS if cpu else GPU_SEQS)
-    tokens = max(options.max_batch_tokens or (CPU_TOKENS if cpu else GPU_TOKENS), seqs)
-    kv_token = cfg.kv_bytes_per_token(kv_itemsize)
-    work = workspace_bytes(cfg, tokens, seqs)
+    cfg, page = demand.cfg, options.page_size
+    seqs = options.max_seqs or (CPU_SEQS if options.cpu else GPU_SEQS)
+    tokens = max(options.max_batch_tokens or (CPU_TOKENS if options.cpu else GPU_TOKENS), seqs)
     budget = int(free_bytes * options.fraction)
-    room = max((budget - weight_bytes - work) // (kv_token * size) - 1, 0)  # pages beside the dummy
-    context = options.context or min(cfg.context, CPU_CONTEXT if cpu else cfg.context, max(room * size, 1))
-    problem = _problem(cfg, weight_bytes + work, kv_token, budget, room * size, options)
-    pages = min(room, seqs * -(-context // size))
-    if cpu:
-        share = int(free_bytes * CPU_CACHE_SHARE) // (kv_token * size)
-        pages = min(pages, max(share, -(-context // size), seqs * -(-min(context, LEAST_SEQ) // size)))
-    return MemoryPlan(free_bytes, budget, weight_bytes, work, kv_token, size, pages + 1, context, seqs, tokens, problem)
+    room = _room(demand, budget, tokens, seqs, options)
+    context = options.context or min(cfg.context, CPU_CONTEXT if options.cpu else cfg.context, max(room, 1))
+    pages = min(room // page, seqs * -(-context // page))
+    if options.cpu:
+        share = int(free_bytes * CPU_CACHE_SHARE) // (demand.kv_token * page)
+        pages = min(pages, max(share, -(-context // page), seqs * -(-min(context, LEAST_SEQ) // page)))
+    return MemoryPlan(
+        free=free_bytes,
+        budget=budget,
+        fixed=options.fixed,
+        weights=demand.weights,
+        ends=ends_bytes(cfg, demand.form.itemsize),
+        phases=workspace(cfg, tokens, seqs, demand.form, options.graphs),
+        kv_per_token=demand.kv_token,
+        page_size=page,
+        pages=pages + 1,
+        context=context,
+        max_seqs=seqs,
+        max_batch_tokens=tokens,
+        largest_context=_room(demand, budget, max(tokens // seqs, 1) if options.cpu else tokens, 1, options),
+        largest_batch=_largest_batch(demand, budget, tokens, min(context, cfg.context), options),
+        problem=_problem(demand, budget, room, tokens, seqs, options),
+    )
 
 
-def workspace_bytes(cfg: ModelConfig, tokens: int, seqs: int) -> int:
-    """An upper estimate of what a step allocates: the widest block's activations, and the rows of logits."""
-    heads = cfg.heads * max(cfg.head_dim, cfg.mla.latent if cfg.mla else 0)
-    active = cfg.moe.active if cfg.moe else 1
-    per_token = 4 * (4 * cfg.hidden_size + 4 * heads + 3 * active * cfg.intermediate)
-    return tokens * per_token + seqs * cfg.vocab * 4 * SCORE_COPIES
+def what_would_fit(cfg: ModelConfig, tokens: int, seqs: int, free: int, form: Form = PLAIN) -> str:
+    """For a step that the device had no memory for: the sizes of a step that `free` bytes would do for, as advice."""
+    need = step_bytes(cfg, tokens, seqs, form)
+    lower = next((n for n in _halves(tokens) if n >= seqs and step_bytes(cfg, n, seqs, form) <= free), 0)
+    fewer = next((n for n in _halves(seqs) if step_bytes(cfg, n, n, form) <= free), 0)
+    told = f"The step needs about {size(need)}, {size(free)} are free."
+    if lower:
+        return f"{told} What would fit: --max-batch-tokens {lower}."
+    if fewer:
+        return f"{told} What would fit: --max-seqs {fewer} with --max-batch-tokens {fewer}."
+    return (
+        f"{told} Not even one token would fit: give the cache less (a smaller --ctx or --memory-fraction), "
+        "or close other programs that use the device."
+    )
 
 
-def _problem(cfg: ModelConfig, fixed: int, kv_token: int, budget: int, room_tokens: int, options: MemoryOptions) -> str:
+def _halves(count: int) -> list[int]:
+    """count / 2, count / 4, ... 1."""
+    return [count >> shift for shift in range(1, count.bit_length())]
+
+
+def _room(demand: Demand, budget: int, tokens: int, seqs: int, options: MemoryOptions) -> int:
+    """Tokens of cache in whole pages, beside the dummy."""
+    work = workspace(demand.cfg, tokens, seqs, demand.form, min(options.graphs, seqs))
+    taken = options.fixed + max(demand.weights + max(work.running, work.load), 2 * ends_bytes(demand.cfg, 2))
+    return max((budget - taken) // (demand.kv_token * options.page_size) - 1, 0) * options.page_size
+
+
+def _largest_batch(demand: Demand, budget: int, tokens: int, context: int, options: MemoryOptions) -> int:
+    """Sequences of `context` tokens each that fit at once."""
+    pages = -(-max(context, 1) // options.page_size) * options.page_size
+    low, high = 0, MOST_SEQS
+    while low < high:
+        middle = (low + high + 1) // 2
+        fits = _room(demand, budget, max(tokens, middle), middle, options) >= middle * pages
+        low, high = (middle, high) if fits else (low, middle - 1)
+    return low
+
+
+def _problem(demand: Demand, budget: int, room: int, tokens: int, seqs: int, options: MemoryOptions) -> str:
     """What does not fit, by how much, and what would."""
-    least = min(LEAST_CONTEXT, cfg.context)
+    least = min(LEAST_CONTEXT, demand.cfg.context)
     context = options.context or least
     wanted = max(context, (options.max_seqs or 1) * min(LEAST_SEQ, context))
-    if wanted <= room_tokens:
+    if wanted <= room:
         return ""
-    need = fixed + (wanted + options.page_size) * kv_token
+    work = workspace(demand.cfg, tokens, seqs, demand.form, options.graphs).running
+    need = options.fixed + demand.weights + work + (wanted + options.page_size) * demand.kv_token
     what = "the model"
     if options.context and context == wanted:
         what = f"a context of {context} tokens"
     elif options.max_seqs and options.max_seqs > 1:
         what = f"{options.max_seqs} sequences at once"
-    advice = (
-        f"What would fit: a cache of {room_tokens} tokens; lower --ctx or --max-seqs, or raise --memory-fraction."
-        if room_tokens >= least
-        else "Not even a short conversation would fit: take a smaller model, --quantize, or another device."
-    )
-    return f"{what} does not fit: {_gib(need)} needed, {_gib(budget)} may be used. {advice}"
+    advice = _advice(demand, budget, room, options)
+    return f"{what} does not fit: {size(need)} needed, {size(budget)} may be used. {advice}"
 
 
-def _gib(count: int) -> str:
-    return f"{count / GIB:.2f} GiB"
+def _advice(demand: Demand, budget: int, room: int, options: MemoryOptions) -> str:
+    least = min(LEAST_CONTEXT, demand.cfg.context)
+    if room >= least:
+        return f"What would fit: a cache of {room} tokens; lower --ctx or --max-seqs, or raise --memory-fraction."
+    narrow = _room(demand, budget, LEAST_SEQ, 1, replace(options, graphs=0))
+    if narrow >= least:
+        return (
+            f"What would fit: a cache of {narrow} tokens with --max-seqs 1 --max-batch-tokens {LEAST_SEQ}; "
+            "or raise --memory-fraction."
+        )
+    return "Not even a short conversation would fit: take a smaller model, --quantize, or another device."

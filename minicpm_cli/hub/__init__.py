@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from minicpm_cli.hub.files import ModelFiles, Progress, check_path, sha256
 from minicpm_cli.hub.identity import identity
 from minicpm_cli.settings import Settings
 
-__all__ = ["CATALOG", "CatalogEntry", "Listed", "ModelFiles", "identify", "list_models", "pull", "resolve"]
+__all__ = ["CATALOG", "CatalogEntry", "Listed", "ModelFiles", "headers", "identify", "list_models", "pull", "resolve"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,24 @@ def pull(name: str, settings: Settings, progress: Progress | None = None) -> Mod
     return files
 
 
+@contextmanager
+def headers(name: str, settings: Settings, progress: Progress | None = None) -> Iterator[tuple[ModelFiles, int]]:
+    """What tells a model's sizes, and the bytes that are still to be fetched: files that are whole only if it is here.
+
+    Of a hub model nothing is fetched but configs and headers. Raises as `resolve`.
+    """
+    present = _present(name, settings)
+    repository = None if present else _repository(name)
+    if present is not None or repository is None:
+        yield present or resolve(name, settings, progress), 0
+        return
+    from minicpm_cli.hub import remote
+
+    (progress or _silent)(f"looking up {repository.repo}", 0, None)
+    with remote.outline(repository) as found:
+        yield replace(found.files, name=name), found.nbytes
+
+
 def identify(name: str, settings: Settings) -> dict[str, Any]:
     """Which model `name` stands for now, as JSON values; empty while that is not known because files are missing.
 
@@ -74,7 +94,7 @@ def _resolve(name: str, settings: Settings, report: Progress, *, refresh: bool) 
         return ModelFiles(name, check_path(path))
     if entry is not None and entry.repo is None:
         return ModelFiles(name, demo.fetch(settings.cache_dir, report))
-    repository = RepoName.parse(name if entry is None else str(entry.repo))
+    repository = _repository(name)
     if repository is None:
         raise ModelNotFound(_unknown(name))
     from minicpm_cli.hub import repo
@@ -91,9 +111,17 @@ def _present(name: str, settings: Settings) -> ModelFiles | None:
     if entry is not None and entry.repo is None:
         found = demo.cached(settings.cache_dir)
         return None if found is None else ModelFiles(name, found)
-    repository = RepoName.parse(name if entry is None else str(entry.repo))
+    repository = _repository(name)
     folder = None if repository is None else cache.whole(repository)
     return None if folder is None else ModelFiles(name, folder, folder.name)
+
+
+def _repository(name: str) -> RepoName | None:
+    """Of an alias or a repository id; None for what is neither."""
+    entry = catalog.find(name)
+    if entry is not None and entry.repo is None:
+        return None
+    return RepoName.parse(name if entry is None else str(entry.repo))
 
 
 def _is_path(path: Path, entry: CatalogEntry | None) -> bool:

@@ -34,9 +34,9 @@ def fetch(name: RepoName, progress: Progress, *, refresh: bool = False) -> Model
     except MinicpmError:
         raise
     except Exception as error:
-        if not isinstance(error, _expected()):
+        if not isinstance(error, expected()):
             raise
-        return _after(error, name)
+        return after(error, name)
 
 
 def _download(name: RepoName, progress: Progress) -> ModelFiles:
@@ -124,7 +124,7 @@ def _from_cache(name: RepoName, why: str) -> ModelFiles:
     return _files(name, folder)
 
 
-def _expected() -> tuple[type[BaseException], ...]:
+def expected() -> tuple[type[BaseException], ...]:
     """What may go wrong between here and the hub; anything else is a defect and keeps its traceback."""
     from huggingface_hub import errors
 
@@ -133,7 +133,7 @@ def _expected() -> tuple[type[BaseException], ...]:
     return (OSError, errors.EntryNotFoundError, errors.HFValidationError, *http, *xet)
 
 
-def _after(error: Exception, name: RepoName) -> ModelFiles:
+def after(error: Exception, name: RepoName) -> ModelFiles:
     """The cache where the network failed; an error of the hub or of the disk by its own name."""
     from huggingface_hub import errors
 

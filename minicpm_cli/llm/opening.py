@@ -5,18 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
 
 from minicpm_cli.engine.engine import Engine, EngineConfig
-from minicpm_cli.engine.memory import MemoryOptions, MemoryPlan, plan_memory
-from minicpm_cli.errors import OutOfMemory
+from minicpm_cli.engine.memory import Demand, MemoryOptions, MemoryPlan, plan_memory
+from minicpm_cli.engine.memory_workspace import Form
+from minicpm_cli.errors import OutOfMemory, UsageError
 from minicpm_cli.llm.device import free_bytes
 from minicpm_cli.model.config import ModelConfig
 from minicpm_cli.model.decoder import Decoder
 from minicpm_cli.model.kv import KVCache
 from minicpm_cli.settings import LoadOptions
+
+_LATER = MappingProxyType({"kv_dtype": "auto", "lora": None})
 
 
 class Loadable(Protocol):
@@ -39,6 +43,12 @@ class Opened:
     kv: KVCache
 
 
+def refuse_later(options: LoadOptions) -> None:
+    for name, neutral in _LATER.items():
+        if getattr(options, name) != neutral:
+            raise UsageError(f"{name} is not supported in this version; remove it from the settings (minicpm config)")
+
+
 def plan_engine(options: LoadOptions, checkpoint: Loadable, device: torch.device, dtype: torch.dtype) -> MemoryPlan:
     """Before anything is loaded. Raises OutOfMemory for what does not fit."""
     cpu = device.type == "cpu"
@@ -49,13 +59,13 @@ def plan_engine(options: LoadOptions, checkpoint: Loadable, device: torch.device
         fraction=options.memory_fraction,
         cpu=cpu,
     )
-    return plan_memory(
+    demand = Demand(
         checkpoint.cfg,
-        weight_bytes=checkpoint.weight_bytes(dtype.itemsize, cpu=cpu),
-        kv_itemsize=dtype.itemsize,
-        free_bytes=free_bytes(device),
-        options=wanted,
+        weights=checkpoint.weight_bytes(dtype.itemsize, cpu=cpu),
+        kv_token=checkpoint.cfg.kv_bytes_per_token(dtype.itemsize),
+        form=Form(dtype.itemsize, cpu=cpu),
     )
+    return plan_memory(demand, free_bytes(device), wanted)
 
 
 def open_engine(

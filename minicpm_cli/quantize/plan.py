@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import Any
 
-from minicpm_cli.engine.memory import SCORE_COPIES
+from minicpm_cli.engine.memory_workspace import SCORE_COPIES
 from minicpm_cli.model.config import ModelConfig
 from minicpm_cli.model.load_scheme import LoadScheme, weight_bytes
 from minicpm_cli.model.shapes import HEAD, Shape, is_linear, tensor_shapes

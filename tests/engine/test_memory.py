@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
 import pytest
 
-from minicpm_cli.engine.memory import GIB, MemoryOptions, MemoryPlan, plan_memory, survey_memory, workspace_bytes
+from minicpm_cli.engine.memory import Demand, MemoryOptions, MemoryPlan, plan_memory, survey_memory, what_would_fit
+from minicpm_cli.engine.memory_workspace import step_bytes
 from minicpm_cli.errors import OutOfMemory
 from minicpm_cli.model.config import ModelConfig, RopeConfig
 
@@ -26,16 +28,12 @@ CFG = ModelConfig(
     tie=True,
 )
 KV = 24 * 2 * 2 * 64 * 2  # bytes a token in bf16
+GIB = 2**30
+DEMAND = Demand(CFG, weights=GIB, kv_token=KV)
 
 
 def plan(free: float, **options: object) -> MemoryPlan:
-    return plan_memory(
-        CFG,
-        weight_bytes=GIB,
-        kv_itemsize=2,
-        free_bytes=int(free * GIB),
-        options=MemoryOptions(**options),  # type: ignore[arg-type]
-    )
+    return plan_memory(DEMAND, int(free * GIB), MemoryOptions(**options))  # type: ignore[arg-type]
 
 
 def test_a_gpu_gives_the_cache_all_that_is_left() -> None:
@@ -60,9 +58,7 @@ def test_a_small_gpu_opens_a_smaller_context() -> None:
 
 
 def test_a_context_that_was_asked_for_is_never_shrunk() -> None:
-    with pytest.raises(
-        OutOfMemory, match=r"a context of 100000 tokens does not fit: .* GiB needed, 1\.80 GiB"
-    ) as caught:
+    with pytest.raises(OutOfMemory, match=r"a context of 100000 tokens does not fit: .* GB needed, 1\.93 GB") as caught:
         plan(2, context=100_000, max_seqs=1, max_batch_tokens=512)
     assert caught.value.exit_code == 4
     fit = int(str(caught.value).split("a cache of ")[1].split()[0])
@@ -80,9 +76,48 @@ def test_sequences_that_were_asked_for_are_never_shrunk() -> None:
 def test_a_model_that_does_not_fit() -> None:
     with pytest.raises(OutOfMemory, match=r"the model does not fit.*smaller model"):
         plan(1)
-    survey = survey_memory(CFG, weight_bytes=GIB, kv_itemsize=2, free_bytes=GIB, options=MemoryOptions())
+    survey = survey_memory(DEMAND, GIB, MemoryOptions())
     assert not survey.fits
     assert survey.verdict == survey.problem
+
+
+def test_the_largest_context_and_batch_are_the_largest() -> None:
+    got = plan(3, max_batch_tokens=512)
+    assert plan(3, max_batch_tokens=512, max_seqs=1, context=got.largest_context).fits
+    with pytest.raises(OutOfMemory):
+        plan(3, max_batch_tokens=512, max_seqs=1, context=got.largest_context + 17)
+    batch = plan(3, max_batch_tokens=512, context=1024).largest_batch
+    assert plan(3, max_batch_tokens=512, context=1024, max_seqs=batch).cache_tokens == batch * 1024
+    assert plan(3, max_batch_tokens=512, context=1024, max_seqs=batch + 1).cache_tokens < (batch + 1) * 1024
+
+
+def test_peaks_add_up() -> None:
+    got = plan(16, max_seqs=8, context=2048, graphs=8)
+    assert list(got.peaks) == ["load", "capture", "prefill", "decode"]
+    assert got.fixed + got.peaks["prefill"] <= got.total
+    assert max(got.peaks.values()) == got.total
+    assert plan(16, max_seqs=8, context=2048, fixed=GIB).total == got.total - got.phases.capture + GIB
+    assert "capture" not in plan(16).peaks
+
+
+@pytest.mark.parametrize(("tokens", "seqs"), [(8192, 64), (64, 64), (1, 1)])
+def test_advice_after_the_memory_ran_out_would_fit(tokens: int, seqs: int) -> None:
+    need = step_bytes(CFG, tokens, seqs, DEMAND.form)
+    fixed = step_bytes(CFG, 0, 0, DEMAND.form)
+    told = what_would_fit(CFG, tokens, seqs, fixed + (need - fixed) * 2 // 3)
+    lower = re.search(r"--max-batch-tokens (\d+)", told)
+    if tokens == 1:
+        assert "Not even one token" in told
+        return
+    assert lower
+    assert step_bytes(CFG, int(lower[1]), min(seqs, int(lower[1])), DEMAND.form) < need
+    assert "Not even one token" in what_would_fit(CFG, tokens, seqs, 0)
+
+
+def test_a_model_that_fits_only_with_small_steps_says_so() -> None:
+    survey = survey_memory(DEMAND, int(1.3 * GIB), MemoryOptions())
+    assert "--max-seqs 1 --max-batch-tokens 256" in survey.problem
+    assert plan(1.3, max_seqs=1, max_batch_tokens=256).fits
 
 
 def test_a_cpu_is_modest() -> None:
@@ -105,8 +140,9 @@ def test_a_step_has_room_for_every_seat() -> None:
 
 
 def test_workspace_grows_with_tokens_and_seats() -> None:
-    assert workspace_bytes(CFG, 1024, 1) > 1024 * 3 * 4096 * 2
-    assert workspace_bytes(CFG, 1, 64) > 64 * 73448 * 4 * 3
+    form = DEMAND.form
+    assert step_bytes(CFG, 1024, 1, form) > 1024 * 3 * 4096 * 2
+    assert step_bytes(CFG, 1, 64, form) > 64 * 73448 * 4 * 3
 
 
 def test_planning_needs_no_torch() -> None:

@@ -1,0 +1,112 @@
+"""What a step allocates beside weights and cache, by phase, counted from the shapes. No torch here.
+
+The tensors counted are those alive at the widest point of a block, of the sampled rows, and of a matrix on its way in.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from minicpm_cli.model.config import ModelConfig
+from minicpm_cli.model.shapes import EMBED, HEAD, is_linear, tensor_shapes
+
+SCORE_COPIES = 6  # float32 rows of logits alive at once while sampling: scores, weights, float64 sums, masks
+CUBLAS = 34 << 20  # bytes of torch's workspace for products on Hopper, which is counted with the tensors
+ROTATION = 4 * 4  # bytes an element of the rotary angles: the angle, sine and cosine in float32, one on its way
+ROUNDING = 16  # bytes a weight of a matrix that is quantized as it is loaded
+
+
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """Bytes at the peak of each phase, beyond weights and cache. `capture` stays as long as the graphs do."""
+
+    load: int
+    capture: int
+    prefill: int
+    decode: int
+
+    @property
+    def running(self) -> int:
+        """At the most, once the model is loaded."""
+        return self.capture + max(self.prefill, self.decode)
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How a model lies in memory, as far as steps depend on it: bytes of an activation; are matrices packed?"""
+
+    itemsize: int = 2
+    packed: bool = False  # some are unpacked for products of many rows
+    rounded: bool = False  # quantized while loading
+    cpu: bool = False
+
+
+PLAIN = Form()
+
+
+def workspace(cfg: ModelConfig, tokens: int, seqs: int, form: Form, graphs: int = 0) -> Workspace:
+    """Of steps of up to `tokens` tokens for `seqs` sequences; graphs are captured of up to `graphs` sequences."""
+    return Workspace(
+        load=_load(cfg, form),
+        capture=_capture(cfg, graphs, form),
+        prefill=step_bytes(cfg, tokens, seqs, form),
+        decode=step_bytes(cfg, seqs, seqs, form),
+    )
+
+
+def step_bytes(cfg: ModelConfig, tokens: int, seqs: int, form: Form) -> int:
+    """Of one step: its block or its sampling, whichever is more."""
+    block = tokens * _block_bytes(cfg, form) + _scratch(cfg, tokens, form)
+    sampling = seqs * (cfg.vocab * (4 * SCORE_COPIES + form.itemsize) + 2 * cfg.hidden_size * form.itemsize)
+    fixed = 0 if form.cpu else CUBLAS
+    return fixed + tokens * cfg.rope.dim * ROTATION // 2 + max(block, sampling)
+
+
+def _block_bytes(cfg: ModelConfig, form: Form) -> int:
+    """A token's activations in the wider half of a block."""
+    h = 2 * cfg.hidden_size  # the stream before the block and within it
+    return form.itemsize * max(h + _attention(cfg), h + _mlp(cfg))
+
+
+def _attention(cfg: ModelConfig) -> int:
+    """Elements: the normed input, queries, keys, values and what attention gives."""
+    if cfg.mla is None:
+        return cfg.hidden_size + (2 * cfg.heads + 2 * cfg.kv_heads) * cfg.head_dim
+    head = cfg.mla.nope_dim + cfg.mla.rope_dim
+    queries = cfg.heads * (head + 2 * cfg.mla.latent)  # plain, absorbed, and joined with their rotary part
+    return cfg.hidden_size + cfg.mla.q_rank + cfg.mla.latent + queries + cfg.heads * cfg.mla.kv_rank
+
+
+def _mlp(cfg: ModelConfig) -> int:
+    """Elements: the normed input, gate and up, and their product; of an expert, for the tokens that chose it."""
+    active = cfg.moe.active if cfg.moe else 1
+    return cfg.hidden_size + active * (3 * cfg.intermediate + (cfg.hidden_size if cfg.moe else 0))
+
+
+def _scratch(cfg: ModelConfig, tokens: int, form: Form) -> int:
+    """The widest matrix, unpacked for a product."""
+    return form.itemsize * _widest(cfg) if form.packed else 0
+
+
+def _widest(cfg: ModelConfig) -> int:
+    """Weights of the largest matrix of a block: gate and up are one."""
+    return 2 * cfg.hidden_size * cfg.intermediate
+
+
+def _load(cfg: ModelConfig, form: Form) -> int:
+    """The largest matrix of a block beside the place that it is copied to."""
+    shapes = tensor_shapes(cfg)
+    largest = max(math.prod(shape) for name, shape in shapes.items() if is_linear(name))
+    return largest * (ROUNDING if form.rounded else form.itemsize)
+
+
+def _capture(cfg: ModelConfig, graphs: int, form: Form) -> int:
+    """The pool of the captured steps: they share the activations of the largest one."""
+    return graphs * (_block_bytes(cfg, form) + cfg.vocab * (4 + form.itemsize)) if graphs else 0
+
+
+def ends_bytes(cfg: ModelConfig, itemsize: int) -> int:
+    """Embedding and head, which are placed first and at that moment lie there twice."""
+    shapes = tensor_shapes(cfg)
+    return sum(math.prod(shapes[name]) * itemsize for name in (EMBED, HEAD) if name in shapes)
