@@ -1,4 +1,7 @@
-"""The loop: requests are pulled from an iterator while there is room, token events come out."""
+"""The loop: requests are pulled from an iterator while there is room, token events come out.
+
+On a GPU the host lags one step: while it reads, judges and tells the tokens of a step, the next one is running.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,8 @@ from typing import Any
 
 import torch
 
-from minicpm_cli.engine.runner import Model, Runner
+from minicpm_cli.engine.graphs import Draw
+from minicpm_cli.engine.runner import Flight, Model, Runner
 from minicpm_cli.engine.scheduler import Plan, Scheduler
 from minicpm_cli.engine.sequence import EngineConfig, EngineRequest, TokenEvent
 from minicpm_cli.engine.stats import Stats
@@ -25,11 +29,18 @@ class Engine:
     """Runs requests of token ids on a decoder. One `generate` at a time; the prefix cache outlives it."""
 
     def __init__(
-        self, decoder: Model, kv: Any, config: EngineConfig, clock: Callable[[], float] = time.monotonic
+        self,
+        decoder: Model,
+        kv: Any,
+        config: EngineConfig,
+        clock: Callable[[], float] = time.monotonic,
+        draw: Draw | None = None,
     ) -> None:
         self.config, self.stats, self._clock = config, Stats(), clock
-        self.scheduler = Scheduler(config, decoder.cfg.vocab, self.stats, clock)
-        self.runner = Runner(decoder, kv, config.page_size)
+        self.scheduler = Scheduler(config, decoder.cfg.vocab, self.stats, clock, host_draws=draw is None)
+        self.runner = Runner(decoder, kv, config, draw)
+        self._lag = decoder.device.type != "cpu" if config.lag is None else config.lag
+        self._flight: Flight | None = None
         self._active: Generator[TokenEvent] | None = None
         self._aborts: deque[str] = deque()
         self._clean = True
@@ -61,25 +72,47 @@ class Engine:
             while self._source_open or self.scheduler.live:
                 yield from self._pull(source)
                 yield from self.scheduler.abort(self._taken_aborts())
+                if self._flight and not self._may_lag():
+                    yield from self._land()
                 yield from self._step()
             self._clean = True
         finally:
             self._reset()
 
     def _step(self) -> list[TokenEvent]:
-        started = self._clock()
+        """Plans and launches a step, then commits the one before it; or this one too, if nothing may lag."""
+        started, waited = self._clock(), self.stats.wait_seconds
         plan = self.scheduler.plan()
         if not plan.chunks:
-            return self._pause()
+            return self._land() if self._flight else self._pause()
         try:
-            batch = self.runner.inputs(plan)
-            logits = self.runner.forward(batch)
-            draws = self.runner.sample(plan, logits)
+            flight = self.runner.launch(plan)
         except (RuntimeError, MemoryError) as error:
-            return self._out_of_memory(plan, error)
-        events = self.scheduler.commit(plan, draws)
-        self.stats.note_step(plan.tokens, self._clock() - started)
+            return [*self._land(), *self._out_of_memory(plan, error)]
+        events = self._land()
+        self._flight = flight
+        if not self._may_lag():
+            events += self._land()
+        waited = self.stats.wait_seconds - waited
+        self.stats.note_step(plan.tokens, self._clock() - started - waited)
         return events
+
+    def _may_lag(self) -> bool:
+        """Whether the next step may be launched before the one in flight is known.
+
+        Not if a request needs the host between its steps, nor if a capture would keep the tokens in flight waiting.
+        """
+        return self._lag and not self.scheduler.hosted and self.runner.ready(self.scheduler.running)
+
+    def _land(self) -> list[TokenEvent]:
+        """Waits for the step in flight, and takes in what it drew."""
+        flight, self._flight = self._flight, None
+        if flight is None:
+            return []
+        started = self._clock()
+        flight.wait()
+        self.stats.wait_seconds += self._clock() - started
+        return self.scheduler.commit(flight.plan, flight.draws())
 
     def _pull(self, source: Iterator[EngineRequest | None]) -> Iterator[TokenEvent]:
         """Fills the hand from the source; yields the refusals."""
@@ -107,7 +140,7 @@ class Engine:
             raise error
         if self.runner.device.type == "cuda":
             torch.cuda.empty_cache()
-        seqs = [chunk.seq for chunk in plan.chunks]
+        seqs = [chunk.seq for chunk in plan.chunks if not chunk.seq.finished]
         reason = OutOfMemory(
             f"out of memory in a step of {plan.tokens} tokens for {len(seqs)} requests. "
             "Lower --max-seqs, --ctx or --memory-fraction, or close other programs that use the device."
@@ -123,6 +156,7 @@ class Engine:
 
     def _reset(self) -> None:
         """After an interrupt, an error or a close: no request lives on, no page is held."""
+        self._flight = None
         if not self._clean:
             self.scheduler.reset()
             self.runner.reset()

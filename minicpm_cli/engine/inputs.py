@@ -2,54 +2,154 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from minicpm_cli.engine.pages import DUMMY
 from minicpm_cli.engine.scheduler import Chunk, Plan
+from minicpm_cli.engine.sequence import Sequence
 from minicpm_cli.kernels.batch import ForwardBatch
 
+Shape = int | tuple[int, int]
+Arrays = dict[str, NDArray[Any]]
+Tensors = dict[str, Tensor]
+TORCH: Mapping[Any, torch.dtype] = {
+    np.int64: torch.int64,
+    np.int32: torch.int32,
+    np.float64: torch.float64,
+    np.float32: torch.float32,
+}
 
-def build(plan: Plan, page_size: int, device: torch.device) -> ForwardBatch:
-    """The buffer: ids, positions, slots [T], last [S] as int64; then q_start, kv_len, page_table as int32."""
-    chunks = plan.chunks
+
+@dataclass(frozen=True, slots=True)
+class DrawState:
+    """How each of S rows is drawn, on the device. Temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 are off."""
+
+    seed: Tensor  # int64
+    index: Tensor  # int64, tokens that the request has generated before
+    temperature: Tensor  # float32
+    top_p: Tensor  # float64
+    min_p: Tensor  # float32
+    top_k: Tensor  # int32
+
+    @classmethod
+    def of(cls, tensors: Tensors) -> DrawState:
+        return cls(**{name: tensors[name] for name in DRAW})
+
+
+DRAW: Mapping[str, Any] = {
+    "seed": np.int64,
+    "index": np.int64,
+    "temperature": np.float32,
+    "top_p": np.float64,
+    "min_p": np.float32,
+    "top_k": np.int32,
+}
+
+
+class Layout:
+    """Where arrays lie in a buffer of bytes, 16-byte aligned one behind the other; the same on host and device."""
+
+    def __init__(self, arrays: Mapping[str, tuple[Any, Shape]], start: int = 0) -> None:
+        self.places: dict[str, tuple[slice, Any, Shape]] = {}
+        self.start = self.stop = start
+        for name, (kind, shape) in arrays.items():
+            size = math.prod(shape) if isinstance(shape, tuple) else shape
+            bytes_ = size * np.dtype(kind).itemsize
+            self.places[name] = slice(self.stop, self.stop + bytes_), kind, shape
+            self.stop += -(-bytes_ // 16) * 16
+
+    def host(self, buffer: Tensor) -> Arrays:
+        whole = buffer.numpy()
+        return {name: whole[at].view(kind).reshape(shape) for name, (at, kind, shape) in self.places.items()}
+
+    def device(self, buffer: Tensor) -> Tensors:
+        return {name: buffer[at].view(TORCH[kind]).view(shape) for name, (at, kind, shape) in self.places.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """A step of any kind on the host. Tokens in flight are taken from what the last step drew on the device."""
+
+    layout: Layout
+    buffer: Tensor  # uint8, pinned where the device is a GPU
+    page_size: int
+    q_lens: tuple[int, ...]
+    kv_lens: tuple[int, ...]
+    runs: tuple[int, ...]
+
+    def to(self, device: torch.device, drawn: Tensor | None = None) -> tuple[ForwardBatch, DrawState]:
+        there = self.layout.device(self.buffer.to(device, non_blocking=True))
+        if len(there["flying"]):
+            assert drawn is not None, "a token in flight, and nothing was drawn on the device"
+            there["ids"].index_copy_(0, there["flying"], drawn[there["row"]])
+        names = ("ids", "positions", "slots", "q_start", "kv_len", "page_table", "last")
+        batch = ForwardBatch(
+            **{name: there[name] for name in names},
+            max_q=max(self.q_lens),
+            max_kv=max(self.kv_lens),
+            page_size=self.page_size,
+            q_lens=self.q_lens,
+            kv_lens=self.kv_lens,
+            runs=self.runs,
+        )
+        return batch, DrawState.of(there)
+
+
+def build(plan: Plan, page_size: int, *, pinned: bool = False, draws: bool = False) -> StepInputs:
+    """T tokens of B sequences, S of them sampled; how they are drawn only if the device `draws`."""
+    chunks, seqs = plan.chunks, plan.sampled
     counts = np.array([chunk.size for chunk in chunks], np.int64)
     starts = np.array([chunk.start for chunk in chunks], np.int64)
-    ends = starts + counts
-    T, B, S = int(counts.sum()), len(chunks), sum(chunk.sample for chunk in chunks)
-    P = max(len(chunk.seq.pages) for chunk in chunks)
-    split = 8 * (3 * T + S)
-    host = torch.empty(split + 4 * (2 * B + 1 + B * P), dtype=torch.uint8, pin_memory=device.type == "cuda")
-    wide, narrow = host.numpy()[:split].view(np.int64), host.numpy()[split:].view(np.int32)
-
-    narrow[0] = 0
-    q_start = narrow[: B + 1]
-    np.cumsum(counts, out=q_start[1:])
-    narrow[B + 1 : 2 * B + 1] = ends
-    table = narrow[2 * B + 1 :].reshape(B, P)
-    _fill_table(table, chunks)
-    _fill_ids(wide[:T], chunks)
-    _fill_places(wide[T : 3 * T].reshape(2, T), table, q_start, starts, counts, page_size)
-    wide[3 * T :] = q_start[1:][[chunk.sample for chunk in chunks]] - 1
-
-    there = host.to(device, non_blocking=True)
-    wide_there, narrow_there = there[:split].view(torch.int64), there[split:].view(torch.int32)
-    return ForwardBatch(
-        ids=wide_there[:T],
-        positions=wide_there[T : 2 * T],
-        slots=wide_there[2 * T : 3 * T],
-        q_start=narrow_there[: B + 1],
-        kv_len=narrow_there[B + 1 : 2 * B + 1],
-        page_table=narrow_there[2 * B + 1 :].view(B, P),
-        last=wide_there[3 * T :],
-        max_q=int(counts.max()),
-        max_kv=int(ends.max()),
-        page_size=page_size,
-        q_lens=tuple(counts.tolist()),
-        kv_lens=tuple(ends.tolist()),
-        runs=tuple(chunk.seq.run for chunk in chunks),
+    flying = [i for i, chunk in enumerate(chunks) if chunk.start == len(chunk.seq.tokens)]
+    T, B, S, P = int(counts.sum()), len(chunks), len(seqs), max(len(chunk.seq.pages) for chunk in chunks)
+    layout = Layout(
+        {
+            "ids": (np.int64, T),
+            "positions": (np.int64, T),
+            "slots": (np.int64, T),
+            "last": (np.int64, S),
+            "flying": (np.int64, len(flying)),
+            "row": (np.int64, len(flying)),
+            "q_start": (np.int32, B + 1),
+            "kv_len": (np.int32, B),
+            "page_table": (np.int32, (B, P)),
+            **{name: (kind, S if draws else 0) for name, kind in DRAW.items()},
+        }
     )
+    buffer = torch.empty(layout.stop, dtype=torch.uint8, pin_memory=pinned)
+    host = layout.host(buffer)
+    q_start = host["q_start"]
+    q_start[0] = 0
+    np.cumsum(counts, out=q_start[1:])
+    host["kv_len"][:] = ends = starts + counts
+    host["last"][:] = q_start[1:][[chunk.sample for chunk in chunks]] - 1
+    host["flying"][:], host["row"][:] = q_start[flying], [chunks[i].seq.row for i in flying]
+    _fill_table(host["page_table"], chunks)
+    _fill_ids(host["ids"], chunks)
+    _fill_places(host, starts, counts, page_size)
+    if draws:
+        fill_draws(host, seqs)
+    runs = tuple(chunk.seq.run for chunk in chunks)
+    return StepInputs(layout, buffer, page_size, tuple(counts.tolist()), tuple(ends.tolist()), runs)
+
+
+def fill_draws(host: Arrays, seqs: list[Sequence]) -> None:
+    """The first rows of the arrays of a DrawState. A planned draw already counts in `length`."""
+    params, count = [seq.request.params for seq in seqs], len(seqs)
+    host["seed"][:count].view(np.uint64)[:] = [seq.request.seed for seq in seqs]
+    host["index"][:count] = [seq.length - seq.prompt_length - 1 for seq in seqs]
+    host["temperature"][:count] = [0 if seq.greedy else p.temperature for seq, p in zip(seqs, params, strict=True)]
+    host["top_p"][:count] = [p.top_p for p in params]
+    host["min_p"][:count] = [p.min_p for p in params]
+    host["top_k"][:count] = [p.top_k for p in params]
 
 
 def _fill_table(table: NDArray[np.int32], chunks: list[Chunk]) -> None:  # [B, P]
@@ -59,28 +159,107 @@ def _fill_table(table: NDArray[np.int32], chunks: list[Chunk]) -> None:  # [B, P
 
 
 def _fill_ids(ids: NDArray[np.int64], chunks: list[Chunk]) -> None:  # [T]
-    if len(ids) == len(chunks):
-        ids[:] = [chunk.seq.tokens[chunk.start] for chunk in chunks]
-        return
+    """Ids of tokens in flight stay 0 here: the device knows them."""
     at = 0
     for seq, start, count, _ in chunks:
-        ids[at : at + count] = np.frombuffer(seq.tokens, np.int32, count, start * 4)
+        if count == 1:
+            ids[at] = seq.tokens[start] if start < len(seq.tokens) else 0
+        else:
+            ids[at : at + count] = np.frombuffer(seq.tokens, np.int32, count, start * 4)
         at += count
 
 
-def _fill_places(
-    places: NDArray[np.int64],  # [2, T]: positions and slots
-    table: NDArray[np.int32],  # [B, P]
-    q_start: NDArray[np.int32],  # [B+1]
-    starts: NDArray[np.int64],  # [B]
-    counts: NDArray[np.int64],  # [B]
-    page_size: int,
-) -> None:
-    positions, slots = places
+def _fill_places(host: Arrays, starts: NDArray[np.int64], counts: NDArray[np.int64], page_size: int) -> None:
+    """Positions and slots [T] of chunks that begin at `starts` [B]."""
+    positions, slots, rows = host["positions"], host["slots"], np.arange(len(counts))
     if len(positions) == len(counts):
-        positions[:], row = starts, np.arange(len(counts))
+        positions[:] = starts
     else:
-        row = np.repeat(np.arange(len(counts)), counts)
-        positions[:] = np.arange(len(positions)) + (starts - q_start[:-1])[row]
+        rows = np.repeat(rows, counts)
+        positions[:] = np.arange(len(positions)) + (starts - host["q_start"][:-1])[rows]
     page, offset = np.divmod(positions, page_size)
-    slots[:] = table[row, page].astype(np.int64) * page_size + offset
+    slots[:] = host["page_table"][rows, page].astype(np.int64) * page_size + offset
+
+
+class DecodeLayout:
+    """Places in a buffer for decode steps of up to `rows` sequences; each step is padded to some `count` of them.
+
+    First what a step leaves on the device: the tokens drawn, int64, and the peaks of their scores, float32 [rows]. Then
+    the step's arrays, which end where its page table begins, so that a step is one stretch of bytes; the table's place
+    does not depend on the count. A row's token is element `source` of the whole buffer as int64: one drawn by the step
+    before, or one of `ids`.
+    """
+
+    def __init__(self, rows: int, columns: int) -> None:
+        self.rows, self.columns = -(-rows // 4) * 4, columns
+        self.drawn = Layout({"drawn": (np.int64, self.rows), "peak": (np.float32, self.rows)})
+        start = Layout(_arrays(self.rows), self.drawn.stop).stop
+        self.table = Layout({"page_table": (np.int32, (self.rows, columns))}, start)
+
+    @property
+    def nbytes(self) -> int:
+        return self.table.stop
+
+    def arrays(self, count: int) -> Layout:
+        return Layout(_arrays(count), self.table.start - Layout(_arrays(count)).stop)
+
+    def step(self, count: int) -> slice:
+        """The bytes that a step of `count` rows sends."""
+        return slice(self.arrays(count).start, self.table.start + 4 * count * self.columns)
+
+
+def _arrays(count: int) -> dict[str, tuple[Any, Shape]]:
+    wide = dict.fromkeys(("ids", "positions", "slots", "source"), (np.int64, count))
+    return {**wide, "kv_len": (np.int32, count), **{name: (kind, count) for name, kind in DRAW.items()}}
+
+
+class DecodeHost:
+    """The host's side of decode steps, filled for one step after the other: only changed rows of pages are written."""
+
+    def __init__(self, layout: DecodeLayout, page_size: int, *, pinned: bool) -> None:
+        self.layout, self.page_size = layout, page_size
+        self.buffer = torch.zeros(layout.nbytes, dtype=torch.uint8, pin_memory=pinned)
+        self.table = layout.table.host(self.buffer)["page_table"]
+        self._held: list[tuple[Sequence | None, int]] = [(None, 0)] * layout.rows
+        self._places: dict[int, tuple[Arrays, slice, int]] = {}
+
+    def fill(self, plan: Plan, count: int, *, greedy: bool) -> Tensor:
+        """The bytes to send. Rows beyond the plan's write to the dummy page and read one token of it."""
+        host, span, first_id = self._of(count)
+        chunks, used = plan.chunks, len(plan.chunks)
+        for row, chunk in enumerate(chunks):
+            self._hold(row, chunk.seq)
+        for row in range(used, count):
+            self._pad(row)
+        host["ids"][:used], host["ids"][used:] = [seq.tokens[-1] for seq, _, _, _ in chunks], 0
+        host["source"][:] = np.arange(first_id, first_id + count)
+        flying = [row for row, chunk in enumerate(chunks) if chunk.start == len(chunk.seq.tokens)]
+        host["source"][flying] = [chunks[row].seq.row for row in flying]
+        self._put(host, [chunk.start for chunk in chunks], used)
+        if not greedy:
+            fill_draws(host, plan.sampled)
+            host["temperature"][used:] = 0
+        return self.buffer[span]
+
+    def _of(self, count: int) -> tuple[Arrays, slice, int]:
+        if count not in self._places:
+            arrays = self.layout.arrays(count)
+            self._places[count] = arrays.host(self.buffer), self.layout.step(count), arrays.start // 8
+        return self._places[count]
+
+    def _put(self, host: Arrays, starts: list[int], used: int) -> None:
+        positions, slots = host["positions"], host["slots"]
+        positions[:used], positions[used:] = starts, 0
+        np.add(positions, 1, out=host["kv_len"], casting="unsafe")
+        page, offset = np.divmod(positions, self.page_size)
+        slots[:] = self.table[np.arange(len(page)), page] * np.int64(self.page_size) + offset
+
+    def _hold(self, row: int, seq: Sequence) -> None:
+        held, version = self._held[row]
+        if held is not seq or version != seq.version:
+            self.table[row, : len(seq.pages)] = np.frombuffer(seq.pages, np.int32)
+            self._held[row] = seq, seq.version
+
+    def _pad(self, row: int) -> None:
+        if self._held[row][0] is not None:
+            self.table[row, 0], self._held[row] = DUMMY, (None, 0)

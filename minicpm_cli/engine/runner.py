@@ -1,9 +1,10 @@
-"""One step on the device: inputs, forward, sample. A captured graph can take the place of `forward_step`."""
+"""One step on the device: inputs, forward, sample. On a GPU a pipeline launches it, and its tokens are read later."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -11,10 +12,12 @@ import torch
 from torch import Tensor
 
 from minicpm_cli.engine import inputs
+from minicpm_cli.engine.graphs import CudaCapture, Draw
 from minicpm_cli.engine.penalties import Penalties
+from minicpm_cli.engine.pipeline import Pipeline
 from minicpm_cli.engine.sampler import Rows, sample, settle
 from minicpm_cli.engine.scheduler import Plan
-from minicpm_cli.engine.sequence import Drawn, Sequence
+from minicpm_cli.engine.sequence import Drawn, EngineConfig, Sequence
 from minicpm_cli.errors import MinicpmError, RequestError
 from minicpm_cli.kernels.batch import ForwardBatch
 from minicpm_cli.types import Logprob
@@ -37,14 +40,59 @@ class Model(Protocol):
     def forward(self, batch: ForwardBatch, kv: Any) -> Tensor: ...
 
 
+class Flight(Protocol):
+    """A step that was launched. `draws` are those of `plan.sampled`; they may be asked for after `wait`."""
+
+    @property
+    def plan(self) -> Plan: ...
+
+    def wait(self) -> None: ...
+
+    def draws(self) -> list[Drawn]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Landed:
+    """A step whose tokens the host knows."""
+
+    plan: Plan
+    drawn: list[Drawn]
+
+    def wait(self) -> None:
+        pass
+
+    def draws(self) -> list[Drawn]:
+        return self.drawn
+
+
 class Runner:
-    def __init__(self, model: Model, kv: Any, page_size: int) -> None:
-        self.kv, self.page_size, self.device = kv, page_size, model.device
+    """`pipeline` runs a GPU's steps. Without it, or for requests that need the host, a step is done at its launch."""
+
+    def __init__(self, model: Model, kv: Any, config: EngineConfig, draw: Draw | None = None) -> None:
+        self.kv, self.page_size, self.device = kv, config.page_size, model.device
         self.forward_step: Callable[[ForwardBatch, Any], Tensor] = model.forward
         self.penalties = Penalties(model.cfg.vocab, model.device)
+        self.pipeline: Pipeline | None = None
+        on_gpu = model.device.type == "cuda"
+        if on_gpu or config.lag:
+            capture = CudaCapture() if on_gpu and config.graphs else None
+            self.pipeline = Pipeline(config, model.device, self.forward, told, draw, capture)
+
+    def launch(self, plan: Plan) -> Flight:
+        if self.pipeline is not None and not plan.hosted:
+            return self.pipeline.launch(plan)
+        batch = self.inputs(plan)
+        logits = self.forward(batch)
+        return Landed(plan, self.sample(plan, logits))
+
+    def ready(self, running: list[Sequence]) -> bool:
+        """Whether a decode step of these is launched without being captured first."""
+        if self.pipeline is None or not running or any(seq.remaining > 1 for seq in running):
+            return True
+        return self.pipeline.ready(len(running), greedy=all(seq.greedy for seq in running))
 
     def inputs(self, plan: Plan) -> ForwardBatch:
-        return inputs.build(plan, self.page_size, self.device)
+        return inputs.build(plan, self.page_size, pinned=self.device.type == "cuda").to(self.device)[0]
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> Tensor:
@@ -66,13 +114,22 @@ class Runner:
         scores, refused = masked(scores, seqs)
         tokens, peaks, ids = settle(sample(scores, rows), scores, rows)
         self.penalties.note(seqs, ids)
-        drawn = [_drawn(seq, token, peak) for seq, token, peak in zip(seqs, tokens, peaks, strict=True)]
+        drawn = told(plan, tokens, peaks)
         for row, error in refused.items():
             drawn[row] = Drawn(-1, error=error)
         return with_logprobs(drawn, logits, ids, seqs)
 
     def reset(self) -> None:
         self.penalties.clear()
+        if self.pipeline is not None:
+            self.pipeline.reset()
+
+
+def told(plan: Plan, tokens: list[int], peaks: list[float]) -> list[Drawn]:
+    """What the host is told of the tokens drawn; a peak that is not finite tells that there is none."""
+    if all(map(math.isfinite, peaks)):
+        return list(map(Drawn, tokens))
+    return [_drawn(seq, token, peak) for seq, token, peak in zip(plan.sampled, tokens, peaks, strict=True)]
 
 
 def masked(logits: Tensor, seqs: list[Sequence]) -> tuple[Tensor, dict[int, Exception]]:

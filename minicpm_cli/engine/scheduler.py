@@ -1,4 +1,10 @@
-"""Who computes which tokens in the next step. Decodes first, then prefill in order of arrival; the newest gives way."""
+"""Who computes which tokens in the next step. Decodes first, then prefill in order of arrival; the newest gives way.
+
+A step may be planned while the one before is in flight: its sequences count as one token longer, and what the host
+learns later of them (an end, an error) only discards their rows. All steps run in the order of their launch, so a page
+that falls free is rewritten by later steps alone, whatever is in flight; and a page is sealed only when the step that
+filled it is committed.
+"""
 
 from __future__ import annotations
 
@@ -36,18 +42,46 @@ class Plan:
     def sampled(self) -> list[Sequence]:
         return [chunk.seq for chunk in self.chunks if chunk.sample]
 
+    @property
+    def decodes(self) -> bool:
+        """Whether every chunk is one token that the next one is drawn from."""
+        return all(chunk.size == 1 and chunk.sample for chunk in self.chunks)
+
+    @property
+    def greedy(self) -> bool:
+        return all(chunk.seq.greedy for chunk in self.chunks)
+
+    @property
+    def hosted(self) -> bool:
+        return any(chunk.seq.hosted for chunk in self.chunks)
+
 
 class Scheduler:
-    """`running` is in order of arrival. Nothing here costs more than the number of running sequences a step."""
+    """`running` is in order of arrival. Nothing here costs more than the number of running sequences a step.
+
+    With `host_draws` the device itself can only take the likeliest token.
+    """
 
     def __init__(
-        self, config: EngineConfig, vocab: int, stats: Stats, clock: Callable[[], float] = time.monotonic
+        self,
+        config: EngineConfig,
+        vocab: int,
+        stats: Stats,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        host_draws: bool = False,
     ) -> None:
+        self.host_draws = host_draws
         self.config, self.vocab, self.stats, self.clock = config, vocab, stats, clock
         self.pool = PagePool(config.pages, config.page_size, config.prefix_cache)
         self.running: list[Sequence] = []
         self.waiting: deque[Sequence] = deque()
         self._stuck = False  # the first in line did not fit, and nothing was freed since
+
+    @property
+    def hosted(self) -> bool:
+        """Whether any request's next step depends on what the host makes of its last token."""
+        return any(seq.hosted for seq in self.running) or any(seq.hosted for seq in self.waiting)
 
     @property
     def live(self) -> int:
@@ -76,22 +110,29 @@ class Scheduler:
         return Plan(chunks)
 
     def commit(self, plan: Plan, draws: Collection[Drawn]) -> list[TokenEvent]:
-        """The step is computed: its tokens are in the cache, `draws` are those of `plan.sampled`, in order."""
-        now, events, rows = self.clock(), [], iter(draws)
-        for chunk in plan.chunks:
-            drawn = next(rows) if chunk.sample else None
-            if drawn is not None and drawn.error is not None:
-                events.append(self._end(chunk.seq, "error", now, error=drawn.error))
+        """The step is computed: its tokens are in the cache, `draws` are those of `plan.sampled`, in order.
+
+        Meanwhile a sequence may have ended, or lost its pages to another; the token drawn for it is then no less true.
+        """
+        now, events, rows, size = self.clock(), [], iter(draws), self.config.page_size
+        for seq, start, count, sample in plan.chunks:
+            drawn = next(rows) if sample else None
+            if seq.finished:
                 continue
-            chunk.seq.computed = chunk.start + chunk.size
-            self._seal(chunk.seq)
+            if drawn is not None and drawn.error is not None:
+                events.append(self._end(seq, "error", now, error=drawn.error))
+                continue
+            if seq.seated:
+                seq.computed = start + count
+                if (seq.sealed + 1) * size <= seq.computed:
+                    self._seal(seq)
             if drawn is not None:
-                events.append(self._append(chunk.seq, drawn, now))
+                events.append(self._append(seq, drawn, now))
         return events
 
     def fail(self, sequences: Iterable[Sequence], error: Exception) -> list[TokenEvent]:
         now = self.clock()
-        return [self._end(seq, "error", now, error=error) for seq in list(sequences)]
+        return [self._end(seq, "error", now, error=error) for seq in list(sequences) if not seq.finished]
 
     def abort(self, ids: Collection[str]) -> list[TokenEvent]:
         """Ends all requests with these ids."""
@@ -117,18 +158,24 @@ class Scheduler:
                 "bad_parameter",
                 f"the prompt holds a token id outside 0..{self.vocab - 1}: tokenizer and model do not belong together",
             )
-        return Sequence(request, limit - length if wanted is None else wanted, self.clock())
+        seq = Sequence(request, limit - length if wanted is None else wanted, self.clock())
+        seq.hosted |= self.host_draws and not seq.greedy
+        return seq
 
     def _decodes(self, chunks: list[Chunk], budget: int) -> int:
-        for seq in list(self.running):
-            if budget and seq.seated and seq.remaining == 1 and self._has_page(seq):
-                budget = self._chunk(seq, chunks, budget)
+        size = self.config.page_size
+        for seq in tuple(self.running):
+            start = seq.planned
+            if not (budget and seq.seated and start + 1 == seq.length < seq.limit):
+                continue
+            if start < len(seq.pages) * size or self._has_page(seq):
+                chunks.append(Chunk(seq, start, 1, True))
+                seq.planned, seq.length = start + 1, start + 2
+                budget -= 1
         return budget
 
     def _has_page(self, seq: Sequence) -> bool:
-        """Room for the next token, at the cost of the newest sequences. False: it was itself the newest."""
-        if len(seq.tokens) <= len(seq.pages) * self.config.page_size:
-            return True
+        """A page for the next token, at the cost of the newest sequences. False: it was itself the newest."""
         while not self.pool.available:
             newest = self.running[-1]
             self._preempt(newest)
@@ -163,7 +210,8 @@ class Scheduler:
             self.pool.drop(found)
             return False
         seq.add_pages(found + self.pool.take(need))
-        seq.sealed, seq.computed, seq.seated = len(found), len(found) * size, True
+        seq.sealed, seq.seated = len(found), True
+        seq.computed = seq.planned = len(found) * size
         if seq.cached is None:
             seq.cached, seq.started = seq.computed, self.clock()
             self.stats.prompt_tokens += seq.prompt_length
@@ -173,7 +221,10 @@ class Scheduler:
     def _chunk(self, seq: Sequence, chunks: list[Chunk], budget: int) -> int:
         count = min(budget, seq.remaining)
         if count:
-            chunks.append(Chunk(seq, seq.computed, count, count == seq.remaining))
+            sample = count == seq.remaining
+            chunks.append(Chunk(seq, seq.planned, count, sample))
+            seq.planned += count
+            seq.length += sample
         return budget - count
 
     def _seal(self, seq: Sequence) -> None:

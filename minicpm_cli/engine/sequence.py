@@ -11,7 +11,11 @@ from minicpm_cli.types import FinishReason, Logprob, SamplingParams, Timings, To
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Sizes of an engine. `pages` includes the dummy; a step computes at most `max_batch_tokens` tokens."""
+    """Sizes of an engine. `pages` includes the dummy; a step computes at most `max_batch_tokens` tokens.
+
+    With `lag` a step is planned and launched before the tokens of the one before are known to the host; None: wherever
+    the device is not the CPU. `graphs` captures the decode steps of a GPU.
+    """
 
     pages: int
     max_seqs: int
@@ -19,6 +23,8 @@ class EngineConfig:
     context: int
     page_size: int = 16
     prefix_cache: bool = True
+    graphs: bool = True
+    lag: bool | None = None
 
     def __post_init__(self) -> None:
         if min(self.max_seqs, self.max_batch_tokens, self.context, self.page_size) < 1 or self.pages < 2:
@@ -71,17 +77,27 @@ class Drawn(NamedTuple):
 class Sequence:
     """`tokens` are the prompt and what was generated; the first `computed` of them have keys in `pages`.
 
-    The first `sealed` pages are in the prefix cache. `run` is the first page while all pages are consecutive, else -1.
+    `length` also counts the tokens in flight: drawn by a step that was launched, not yet known here. The steps launched
+    compute the first `planned` of them. The first `sealed` pages are in the prefix cache. `run` is the first page while
+    all pages are consecutive, else -1; `version` counts the changes of `pages`. `row` is where the last step that was
+    launched draws the next token. A `hosted` request needs the host between its steps.
     """
 
     request: EngineRequest
     max_tokens: int
     arrived: float
     tokens: array[int] = field(init=False)
+    length: int = field(init=False)
+    limit: int = field(init=False)
     prompt_length: int = field(init=False)
     penalised: bool = field(init=False)
+    hosted: bool = field(init=False)
+    greedy: bool = field(init=False)
     pages: array[int] = field(default_factory=lambda: array("i"))
     run: int = -1
+    version: int = 0
+    row: int = 0
+    planned: int = 0
     computed: int = 0
     sealed: int = 0
     cached: int | None = None
@@ -93,19 +109,23 @@ class Sequence:
     def __post_init__(self) -> None:
         params = self.request.params
         self.tokens = array("i", self.request.prompt)
-        self.prompt_length = len(self.tokens)
+        self.prompt_length = self.length = len(self.tokens)
+        self.limit = self.prompt_length + max(self.max_tokens, 1)
         self.penalised = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
+        self.greedy = params.temperature == 0 or params.top_k == 1 or params.top_p == 0
+        self.hosted = self.penalised or params.logprobs is not None or self.request.mask is not None
 
     @property
     def remaining(self) -> int:
-        """Tokens whose keys are not in the cache: 1 when it is decoding."""
-        return len(self.tokens) - self.computed
+        """Tokens that no step was launched for: 1 when it is decoding."""
+        return self.length - self.planned
 
     @property
     def generated(self) -> int:
         return len(self.tokens) - self.prompt_length
 
     def add_pages(self, pages: list[int]) -> None:
+        self.version += 1
         for page in pages:
             if not self.pages:
                 self.run = page
@@ -115,11 +135,14 @@ class Sequence:
 
     def swap_page(self, place: int, page: int) -> None:
         if page != self.pages[place]:
+            self.version += 1
             self.pages[place] = page
             self.run = page if len(self.pages) == 1 else -1
 
     def clear_pages(self) -> None:
-        self.pages, self.run, self.computed, self.sealed = array("i"), -1, 0, 0
+        self.version += 1
+        self.pages, self.run = array("i"), -1
+        self.planned = self.computed = self.sealed = 0
 
     def usage(self) -> Usage:
         return Usage(self.prompt_length, self.generated, self.cached or 0)

@@ -16,7 +16,8 @@ class Stats:
     failed: int = 0
     cancelled: int = 0
     steps: int = 0
-    step_seconds: float = 0.0
+    host_seconds: float = 0.0  # planning, launching and committing steps; on a CPU their computation, too
+    wait_seconds: float = 0.0  # waiting for the device to reach the tokens
     computed_tokens: int = 0  # prompt tokens and generated ones that went through the model
     prompt_tokens: int = 0  # of requests that were admitted
     cached_tokens: int = 0  # of those, found in the prefix cache
@@ -47,7 +48,7 @@ class Stats:
     def note_step(self, tokens: int, seconds: float) -> None:
         self.steps += 1
         self.computed_tokens += tokens
-        self.step_seconds += seconds
+        self.host_seconds += seconds
 
     def note_pages(self, total: int, held: int, idle: int) -> None:
         self.pages_total, self.pages_held, self.pages_idle = total, held, idle

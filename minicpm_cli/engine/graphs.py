@@ -1,0 +1,125 @@
+"""Decode steps on static buffers: forward and sampling for a few numbers of rows, captured as CUDA graphs on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minicpm_cli.engine.inputs import DecodeLayout, DrawState, Tensors
+from minicpm_cli.kernels.batch import ForwardBatch
+
+Draw = Callable[[Tensor, DrawState], tuple[Tensor, Tensor]]  # logits [S, V] -> ids [S] int64, peaks [S] float32
+Forward = Callable[[ForwardBatch, Any], Tensor]
+Work = Callable[[], None]
+Capture = Callable[[Work], Work]
+
+
+def padded(count: int, most: int) -> int:
+    """Rows of the step that runs `count` sequences: 1, 2, 4, then multiples of 8, of 16 above 64, of 32 above 128."""
+    if count <= 4:
+        size = 1 << (count - 1).bit_length()
+    else:
+        step = 8 if count <= 64 else 16 if count <= 128 else 32
+        size = -(-count // step) * step
+    return min(size, most)
+
+
+def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The lowest id among equals, and the peaks, which tell whether the scores are finite."""
+    peaks, ids = logits.max(-1)
+    return ids, peaks
+
+
+class CudaCapture:
+    """Turns work on static buffers into a graph's replay. All graphs share one pool, since no two run at once."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, work: Work) -> Work:
+        """Runs the work once before, for what is compiled or allocated on its first call; then only records it."""
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            work()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            work()
+        return graph.replay
+
+
+class DecodeSteps:
+    """The device's side of decode steps: one buffer for the inputs of all of them and the tokens they draw."""
+
+    def __init__(
+        self,
+        layout: DecodeLayout,
+        page_size: int,
+        device: torch.device,
+        run: Callable[[ForwardBatch], Tensor],
+        draw: Draw | None,
+        capture: Capture | None,
+    ) -> None:
+        self.layout, self.page_size, self.device = layout, page_size, device
+        self._run, self._draw, self._capture = run, draw, capture
+        self.buffer = torch.zeros(layout.nbytes, dtype=torch.uint8, device=device)
+        results = layout.drawn.device(self.buffer)
+        self.drawn, self.peaks = results["drawn"], results["peak"]
+        self._elements = self.buffer[: layout.nbytes // 8 * 8].view(torch.int64)
+        self._rows = torch.arange(layout.rows + 1, dtype=torch.int64, device=device)
+        self._starts = self._rows.int()
+        self._captured: dict[tuple[int, bool], Work] = {}
+
+    def ready(self, count: int, *, greedy: bool) -> bool:
+        """Whether a step of `count` rows runs at once: nothing is to be captured."""
+        return self._capture is None or (count, greedy) in self._captured
+
+    def launch(self, sent: Tensor, count: int, *, greedy: bool, kv_lens: tuple[int, ...]) -> None:
+        """Runs a step of `count` rows on the bytes `sent` by the host; leaves ids and peaks in `drawn` and `peaks`."""
+        if self._capture is not None and (count, greedy) not in self._captured:
+            self._captured[count, greedy] = self._capture_step(self._capture, count, greedy)
+        self.buffer[self.layout.step(count)].copy_(sent, non_blocking=True)
+        if self._capture is None:
+            self._step(count, greedy, kv_lens)
+        else:
+            self._captured[count, greedy]()
+
+    def note(self, ids: Tensor, peaks: Tensor) -> None:  # [S], [S]
+        """What a step of another kind has drawn."""
+        self.drawn[: len(ids)].copy_(ids)
+        self.peaks[: len(ids)].copy_(peaks)
+
+    def _step(self, count: int, greedy_only: bool, kv_lens: tuple[int, ...] = ()) -> None:
+        there = self.layout.arrays(count).device(self.buffer)
+        logits = self._run(self._batch(there, count, kv_lens))
+        self.note(*(greedy(logits) if greedy_only or self._draw is None else self._draw(logits, DrawState.of(there))))
+
+    def _batch(self, there: Tensors, count: int, kv_lens: tuple[int, ...]) -> ForwardBatch:
+        """A captured step may read only the tensors: the host's lengths are those of the moment."""
+        return ForwardBatch(
+            ids=self._elements.index_select(0, there["source"]),
+            positions=there["positions"],
+            slots=there["slots"],
+            q_start=self._starts[: count + 1],
+            kv_len=there["kv_len"],
+            page_table=self.layout.table.device(self.buffer)["page_table"][:count],
+            last=self._rows[:count],
+            max_q=1,
+            max_kv=self.layout.columns * self.page_size,
+            page_size=self.page_size,
+            q_lens=(1,) * count,
+            kv_lens=kv_lens,
+        )
+
+    def _capture_step(self, capture: Capture, count: int, greedy_only: bool) -> Work:
+        """Captures over padding alone, which leaves the cache and the tokens in flight as they are."""
+        kept = self.buffer.clone()
+        self.buffer[self.layout.step(count)].zero_()
+        self.layout.arrays(count).device(self.buffer)["kv_len"].fill_(1)
+        work = capture(lambda: self._step(count, greedy_only))
+        self.buffer.copy_(kept)
+        return work

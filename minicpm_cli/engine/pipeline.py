@@ -1,0 +1,139 @@
+"""Steps whose tokens stay on the device: launched without waiting, read when the host gets to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from minicpm_cli.engine import inputs
+from minicpm_cli.engine.graphs import Capture, DecodeSteps, Draw, Work, greedy, padded
+from minicpm_cli.engine.inputs import DecodeHost, DecodeLayout
+from minicpm_cli.engine.scheduler import Plan
+from minicpm_cli.engine.sequence import Drawn, EngineConfig
+from minicpm_cli.kernels.batch import ForwardBatch
+
+SLOTS = 2  # one step is in flight while the next is written
+
+
+class Mark(Protocol):
+    """A place in the device's queue, such as torch.cuda.Event."""
+
+    def synchronize(self) -> None: ...
+
+
+class Passed:
+    """The mark of work that is done."""
+
+    def synchronize(self) -> None:
+        pass
+
+
+Submit = Callable[[Work], Mark]
+
+
+def submit_now(work: Work) -> Mark:
+    work()
+    return Passed()
+
+
+def submit_cuda(work: Work) -> Mark:
+    work()
+    mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    mark.record()
+    return mark
+
+
+class Slot:
+    """The host's memory of a step: inputs on their way there and what comes back. Free once `mark` is passed."""
+
+    def __init__(self, layout: DecodeLayout, page_size: int, *, pinned: bool) -> None:
+        self.inputs = DecodeHost(layout, page_size, pinned=pinned)
+        self.results = torch.zeros(layout.drawn.stop, dtype=torch.uint8, pin_memory=pinned)
+        self.mark: Mark = Passed()
+        views = layout.drawn.host(self.results)
+        self.ids: NDArray[np.int64] = views["drawn"]
+        self.peaks: NDArray[np.float32] = views["peak"]
+
+
+class DeviceFlight:
+    """Must be read before the second launch after it, when its slot is used again."""
+
+    def __init__(self, plan: Plan, slot: Slot, told: Callable[[Plan, list[int], list[float]], list[Drawn]]) -> None:
+        self.plan, self._slot, self._mark, self._told = plan, slot, slot.mark, told
+
+    def wait(self) -> None:
+        self._mark.synchronize()
+
+    def draws(self) -> list[Drawn]:
+        count = len(self.plan.sampled)
+        return self._told(self.plan, self._slot.ids[:count].tolist(), self._slot.peaks[:count].tolist())
+
+
+class Pipeline:
+    """Launches steps on static buffers (decodes) or on their own (with prefill). One stream orders all of them."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        device: torch.device,
+        run: Callable[[ForwardBatch], Tensor],
+        told: Callable[[Plan, list[int], list[float]], list[Drawn]],
+        draw: Draw | None,
+        capture: Capture | None,
+    ) -> None:
+        self.config, self.device, self._run, self._told, self.draw = config, device, run, told, draw
+        columns = -(-config.limit // config.page_size)
+        layout, self.pinned = DecodeLayout(config.max_seqs, columns), device.type == "cuda"
+        self.steps = DecodeSteps(layout, config.page_size, device, run, draw, capture)
+        self.submit: Submit = submit_cuda if self.pinned else submit_now
+        self._slots = [Slot(layout, config.page_size, pinned=self.pinned) for _ in range(SLOTS)]
+        self._turn = 0
+
+    def ready(self, count: int, *, greedy: bool) -> bool:
+        """Whether a decode step of `count` sequences is launched at once; else it is captured first."""
+        return self.steps.ready(padded(count, self.config.max_seqs), greedy=greedy)
+
+    @torch.inference_mode()
+    def launch(self, plan: Plan) -> DeviceFlight:
+        slot = self._slots[self._turn]
+        slot.mark.synchronize()
+        work = self._decode(plan, slot) if plan.decodes else self._mixed(plan)
+        for row, seq in enumerate(plan.sampled):
+            seq.row = row
+
+        def step() -> None:
+            work()
+            slot.results.copy_(self.steps.buffer[: len(slot.results)], non_blocking=True)
+
+        slot.mark = self.submit(step)
+        self._turn = (self._turn + 1) % SLOTS
+        return DeviceFlight(plan, slot, self._told)
+
+    def reset(self) -> None:
+        """After steps were left in flight: their memory on the host is free again."""
+        for slot in self._slots:
+            slot.mark.synchronize()
+
+    def _decode(self, plan: Plan, slot: Slot) -> Work:
+        count, only = padded(len(plan.chunks), self.config.max_seqs), plan.greedy
+        sent = slot.inputs.fill(plan, count, greedy=only)
+        kv_lens = tuple(chunk.start + 1 for chunk in plan.chunks) + (1,) * (count - len(plan.chunks))
+        return lambda: self.steps.launch(sent, count, greedy=only, kv_lens=kv_lens)
+
+    def _mixed(self, plan: Plan) -> Work:
+        only = plan.greedy or self.draw is None
+        host = inputs.build(plan, self.config.page_size, pinned=self.pinned, draws=not only)
+
+        def work() -> None:
+            batch, state = host.to(self.device, self.steps.drawn)
+            logits = self._run(batch)
+            if len(logits):
+                assert self.draw is not None or only
+                self.steps.note(*(greedy(logits) if only or self.draw is None else self.draw(logits, state)))
+
+        return work

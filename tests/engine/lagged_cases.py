@@ -1,0 +1,119 @@
+"""Engines that lag a step on the CPU: work queued as on a GPU, steps replayed as graphs are, tokens drawn on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from fake_decoder import FakeDecoder
+from torch import Tensor
+
+from minicpm_cli.engine.draws import uniforms
+from minicpm_cli.engine.engine import Engine, EngineConfig
+from minicpm_cli.engine.inputs import DrawState
+from minicpm_cli.engine.sampler import Rows, sample, settle
+from minicpm_cli.kernels.batch import ForwardBatch
+
+WAYS = ("lagged", "queued", "replayed", "in step")
+
+
+def draw(logits: Tensor, state: DrawState) -> tuple[Tensor, Tensor]:
+    """What the engine's own sampler draws, from the device's arrays alone."""
+    cold = state.temperature == 0
+    rows = Rows(
+        greedy=cold.nonzero().flatten().tolist(),
+        plain=[],
+        filtered=(~cold).nonzero().flatten().tolist(),
+        uniform=torch.from_numpy(uniforms(state.seed.numpy().view(np.uint64), state.index.numpy())),
+        temperature=state.temperature,
+        top_p=state.top_p,
+        floor=state.min_p.log(),
+        top_k=state.top_k.long(),
+        largest_k=int(state.top_k.max()),
+    )
+    drawn = sample(logits, rows)
+    return settle(drawn, logits, rows)[2], drawn.peak
+
+
+class PaddedFake(FakeDecoder):
+    """Reads the device's tensors alone, as a captured step does; rows on the dummy page are padding."""
+
+    def forward(self, batch: ForwardBatch, kv: object) -> Tensor:
+        if batch.max_q > 1 or batch.runs:
+            return super().forward(batch, kv)
+        real = batch.slots >= self.page_size
+        used = int(real.sum())
+        assert real[:used].all(), "padding comes last"
+        assert (batch.kv_len[used:] == 1).all()
+        assert (batch.page_table[used:, 0] == 0).all()
+        lengths = tuple(batch.kv_len[:used].tolist())
+        assert batch.kv_lens[:used] in ((), lengths)
+        if not used:
+            return torch.zeros(len(real), self.vocab)
+        stripped = replace(
+            batch,
+            ids=batch.ids[:used],
+            positions=batch.positions[:used],
+            slots=batch.slots[:used],
+            q_start=batch.q_start[: used + 1],
+            kv_len=batch.kv_len[:used],
+            page_table=batch.page_table[:used],
+            last=batch.last[:used],
+            max_kv=max(lengths),
+            q_lens=(1,) * used,
+            kv_lens=lengths,
+            runs=(-1,) * used,
+        )
+        logits = super().forward(stripped, kv)
+        return torch.cat([logits, torch.zeros(len(real) - used, self.vocab)])
+
+
+class Queue:
+    """A device that computes nothing before somebody waits for it."""
+
+    def __init__(self) -> None:
+        self.works: list[Callable[[], None]] = []
+        self.longest = 0
+
+    def submit(self, work: Callable[[], None]) -> Mark:
+        self.works.append(work)
+        self.longest = max(self.longest, len(self.works))
+        return Mark(self, work)
+
+    def run_until(self, work: Callable[[], None]) -> None:
+        while work in self.works:
+            with torch.inference_mode():
+                self.works.pop(0)()
+
+
+class Mark:
+    def __init__(self, queue: Queue, work: Callable[[], None]) -> None:
+        self._queue, self._work = queue, work
+
+    def synchronize(self) -> None:
+        self._queue.run_until(self._work)
+
+
+def replayed(work: Callable[[], None]) -> Callable[[], None]:
+    """A graph of the work: run once to warm up, then always as it was recorded."""
+    work()
+    return work
+
+
+def lagged_engine(way: str, pages: int = 200, page_size: int = 4, **options: Any) -> tuple[Engine, FakeDecoder]:
+    decoder = PaddedFake(pages, page_size)
+    sizes = {"max_seqs": 8, "max_batch_tokens": 64, "context": 400} | options
+    config = EngineConfig(pages=pages, page_size=page_size, lag=True, **sizes)
+    engine = Engine(decoder, None, config, draw=draw)
+    pipeline = engine.runner.pipeline
+    assert pipeline is not None
+    if way in ("queued", "replayed"):
+        pipeline.submit = Queue().submit
+    if way == "replayed":
+        pipeline.steps._capture = replayed
+    if way == "in step":
+        engine._lag = False
+    return engine, decoder
