@@ -1,0 +1,217 @@
+"""Causal attention of many sequences' new tokens over their pages, in one launch and without a host sync.
+
+The query heads that share a key head are rows of one tile (row r of a sequence is token r // G, head r % G), so that a
+few new tokens after a long prefix fill a tile, too. Blocks of keys below the diagonal take no mask.
+"""
+
+from __future__ import annotations
+
+from functools import cache as cached
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minicpm_cli.kernels.batch import ForwardBatch
+from minicpm_cli.kernels.cache import LayerCache
+
+LOG2E = 1.4426950408889634
+
+
+class Tile(NamedTuple):
+    """Query rows and keys of a tile, its warps, and how many blocks of keys are under way."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+class Split(NamedTuple):
+    """A key's elements in two parts, as tensor cores want powers of two: 96 is 64 + 32, MLA's 288 is 256 + 32.
+
+    `wide` and `rest` are padded to `wide_pad` and `rest_pad`; the values have the same parts, or only the wide one.
+    """
+
+    wide: int
+    wide_pad: int
+    rest: int
+    rest_pad: int
+
+
+@cached
+def split(dk: int, dv: int) -> Split:
+    if dv < dk:  # MLA: the value is the key's wide part
+        return Split(dv, _padded(dv), dk - dv, _padded(dk - dv))
+    wide = 1 << dk.bit_length() - 1
+    if wide < 16 or wide + _padded(dk - wide) >= _padded(dk):
+        return Split(dk, _padded(dk), 0, 0)
+    return Split(wide, wide, dk - wide, _padded(dk - wide))
+
+
+def _padded(width: int) -> int:
+    return max(16, triton.next_power_of_2(width))
+
+
+@cached
+def tile_for(dk: int, dv: int, itemsize: int, quantized: bool) -> Tile:
+    if itemsize == 4:
+        return Tile(32, 32, 4, 1) if dk > 128 else Tile(64, 32, 4, 2)
+    if dk > 128:
+        return Tile(64, 32, 4, 2) if quantized else Tile(128, 32, 8, 2)
+    if dk > 64:
+        return Tile(128, 64, 8, 3)
+    return Tile(128, 64, 4, 3)
+
+
+def prefill(
+    q: Tensor,  # [T, Hq, Dk]
+    cache: LayerCache,
+    batch: ForwardBatch,
+    scale: float,
+    tile: Tile | None = None,
+) -> Tensor:  # [T, Hq, Dv]
+    """softmax(q k^T * scale) v, each token over its sequence up to itself; the new tokens are in the cache already."""
+    (tokens, heads, dk), (kv_heads, dv) = q.shape, cache.v.shape[2:]
+    group, sequences = heads // kv_heads, len(batch.kv_len)
+    tile = tile or tile_for(dk, dv, q.element_size(), cache.scales is not None)
+    out = torch.empty(tokens, heads, dv, device=q.device, dtype=q.dtype)
+    grid = kv_heads, tokens * group // tile.rows + sequences
+    _prefill[grid](
+        q, cache.k, cache.v, cache.k_scale, cache.v_scale, out, batch.q_start, batch.kv_len, batch.page_table,
+        sequences, scale * LOG2E, q.stride(0), q.stride(1), cache.k.stride(1), cache.k.stride(2),
+        cache.k_scale.stride(1) if cache.k_scale is not None else 0, out.stride(0), dv, batch.page_table.stride(0),
+        PAGE=batch.page_size, G=group, **split(dk, dv)._asdict(), SHARED=dv < dk, QUANTIZED=cache.scales is not None,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", ROWS=tile.rows, KEYS=tile.keys,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _sequence_of(tile, q_start, sequences, G: tl.constexpr, ROWS: tl.constexpr):
+    """Sequence b has the tiles from q_start[b] * G // ROWS + b on, which is room enough for its last, ragged one."""
+    count = 0
+    for first in range(0, sequences, 64):
+        b = first + tl.arange(0, 64)
+        start = tl.load(q_start + b, mask=b < sequences, other=0)
+        count += tl.sum(((start * G // ROWS + b <= tile) & (b < sequences)).to(tl.int32))
+    b = count - 1
+    first = tl.load(q_start + b)
+    return b, first, tl.load(q_start + b + 1) - first, tile - (first * G // ROWS + b)
+
+
+@triton.jit
+def _part(base, offsets, valid, width: tl.constexpr, pad: tl.constexpr, MASKED: tl.constexpr):
+    """[rows, pad] elements; what lies beyond a row's width, or is not valid, is 0."""
+    d = tl.arange(0, pad)
+    if MASKED or width != pad:
+        return tl.load(base + offsets[:, None] + d[None, :], mask=valid[:, None] & (d[None, :] < width), other=0.0)
+    return tl.load(base + offsets[:, None] + d[None, :])
+
+
+@triton.jit
+def _blocks(
+    acc, acc_rest, peak, total, q_wide, q_rest, positions, begin, end, length,
+    k, v, k_scale, v_scale, table, scale, slot_stride, scale_stride,
+    PAGE: tl.constexpr, wide: tl.constexpr, wide_pad: tl.constexpr, rest: tl.constexpr, rest_pad: tl.constexpr,
+    SHARED: tl.constexpr, QUANTIZED: tl.constexpr, PRECISION: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """One pass of online softmax (Milakov and Gimelshein 2018) over the keys begin:end."""
+    for first in range(begin, end, KEYS):
+        columns = first + tl.arange(0, KEYS)
+        valid = columns < length
+        if MASKED:  # a stale page may hold NaN, which a weight of 0 would not stop
+            page = tl.load(table + columns // PAGE, mask=valid, other=0)
+        else:
+            page = tl.load(table + columns // PAGE)
+        slots = page.to(tl.int64) * PAGE + columns % PAGE
+        offsets = slots * slot_stride
+        k_wide = _part(k, offsets, valid, wide, wide_pad, MASKED).to(q_wide.dtype)
+        scores = tl.dot(q_wide, k_wide.T, input_precision=PRECISION)
+        if rest > 0:
+            k_rest = _part(k + wide, offsets, valid, rest, rest_pad, MASKED).to(q_wide.dtype)
+            scores = tl.dot(q_rest, k_rest.T, scores, input_precision=PRECISION)
+        if QUANTIZED:
+            scores *= tl.load(k_scale + slots * scale_stride, mask=valid, other=0.0).to(tl.float32)[None, :]
+        if MASKED:
+            scores = tl.where(columns[None, :] <= positions[:, None], scores, float("-inf"))
+        higher = tl.maximum(peak, tl.max(scores, 1) * scale)
+        weights = tl.exp2(scores * scale - higher[:, None])
+        kept = tl.exp2(peak - higher)
+        total = total * kept + tl.sum(weights, 1)
+        acc *= kept[:, None]
+        if QUANTIZED:
+            weights *= tl.load(v_scale + slots * scale_stride, mask=valid, other=0.0).to(tl.float32)[None, :]
+        weights = weights.to(q_wide.dtype)
+        if SHARED:
+            v_wide = k_wide
+        else:
+            v_wide = _part(v, offsets, valid, wide, wide_pad, MASKED).to(q_wide.dtype)
+        acc = tl.dot(weights, v_wide, acc, input_precision=PRECISION)
+        if rest > 0 and not SHARED:
+            v_rest = _part(v + wide, offsets, valid, rest, rest_pad, MASKED).to(q_wide.dtype)
+            acc_rest = tl.dot(weights, v_rest, acc_rest * kept[:, None], input_precision=PRECISION)
+        peak = higher
+    return acc, acc_rest, peak, total
+
+
+@triton.jit(do_not_specialize=["sequences", "table_stride"])
+def _prefill(
+    q, k, v, k_scale, v_scale, out, q_start, kv_len, page_table,
+    sequences, scale, q_stride, q_head, slot_stride, kv_head_stride, scale_stride, out_stride, dv, table_stride,
+    PAGE: tl.constexpr, G: tl.constexpr, wide: tl.constexpr, wide_pad: tl.constexpr, rest: tl.constexpr,
+    rest_pad: tl.constexpr, SHARED: tl.constexpr, QUANTIZED: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(0)
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)  # the longest rows first
+    b, first_token, new, tile = _sequence_of(tile, q_start, sequences, G, ROWS)
+    if tile * ROWS >= new * G:
+        return
+    length = tl.load(kv_len + b)
+    rows = tile * ROWS + tl.arange(0, ROWS)
+    real = rows < new * G
+    token = rows // G
+    positions = length - new + token
+    q_offsets = (first_token + token).to(tl.int64) * q_stride + (head * G + rows % G) * q_head
+    q_wide = _part(q, q_offsets, real, wide, wide_pad, True)
+    q_rest = q_wide
+    acc = tl.zeros((ROWS, wide_pad), tl.float32)
+    acc_rest = tl.zeros((ROWS, rest_pad if rest > 0 and not SHARED else 16), tl.float32)
+    if rest > 0:
+        q_rest = _part(q + wide, q_offsets, real, rest, rest_pad, True)
+    peak = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+
+    first_position = length - new + tile * ROWS // G
+    end = tl.minimum(length - new + (tile * ROWS + ROWS - 1) // G + 1, length)
+    full = (first_position + 1) // KEYS * KEYS
+    k += head * kv_head_stride
+    v += head * kv_head_stride
+    if QUANTIZED:
+        k_scale += head
+        v_scale += head
+    table = page_table + b * table_stride
+    acc, acc_rest, peak, total = _blocks(
+        acc, acc_rest, peak, total, q_wide, q_rest, positions, 0, full, length,
+        k, v, k_scale, v_scale, table, scale, slot_stride, scale_stride,
+        PAGE, wide, wide_pad, rest, rest_pad, SHARED, QUANTIZED, PRECISION, KEYS, False,
+    )  # fmt: skip
+    acc, acc_rest, peak, total = _blocks(
+        acc, acc_rest, peak, total, q_wide, q_rest, positions, full, end, length,
+        k, v, k_scale, v_scale, table, scale, slot_stride, scale_stride,
+        PAGE, wide, wide_pad, rest, rest_pad, SHARED, QUANTIZED, PRECISION, KEYS, True,
+    )  # fmt: skip
+
+    out_offsets = (first_token + token).to(tl.int64) * out_stride + (head * G + rows % G) * dv
+    d = tl.arange(0, wide_pad)
+    inside = real[:, None] & (d[None, :] < wide)
+    tl.store(out + out_offsets[:, None] + d[None, :], (acc / total[:, None]).to(out.dtype.element_ty), mask=inside)
+    if rest > 0 and not SHARED:
+        d = tl.arange(0, rest_pad)
+        inside = real[:, None] & (d[None, :] < rest)
+        values = (acc_rest / total[:, None]).to(out.dtype.element_ty)
+        tl.store(out + wide + out_offsets[:, None] + d[None, :], values, mask=inside)

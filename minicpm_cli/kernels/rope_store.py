@@ -1,0 +1,136 @@
+"""Rotary embedding and the way into the cache, one launch for a step's tokens: what is rotated is stored at once."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minicpm_cli.kernels.cache import LARGEST, LayerCache
+from minicpm_cli.kernels.launch import dependent, early
+
+TO_INT = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it rounds a float32 to a whole number, halves to even
+
+
+def rope_(x: Tensor, cos: Tensor, sin: Tensor) -> None:  # [T, H, D], [T, 1, R/2] float32
+    """Rotates the last R elements of every head in place."""
+    tokens, heads, dim = x.shape
+    if tokens:
+        _launch(x, cos, sin, heads, heads, None, None, (tokens, heads), dim)
+
+
+def rope_store(
+    qkv: Tensor,  # [T, Hq + 2 Hkv, D]
+    cos: Tensor,  # [T, 1, R/2] float32
+    sin: Tensor,
+    heads: int,  # Hq
+    cache: LayerCache,
+    slots: Tensor,  # [T] int64
+) -> None:
+    """Rotates queries and keys in place, and puts keys and values into the cache."""
+    tokens, every, dim = qkv.shape
+    rotated = heads + cache.k.shape[2]
+    if tokens:
+        _launch(qkv, cos, sin, heads, rotated, cache, slots, (tokens, every), dim)
+
+
+def store(rows: Tensor, cache: LayerCache, slots: Tensor) -> None:  # [T, C, D], [T] int64
+    """The tokens' rows of heads, as the cache keeps them."""
+    tokens, heads, dim = rows.shape
+    if tokens:
+        _launch(rows, None, None, 0, 0, cache, slots, (tokens, heads), dim)
+
+
+def _launch(
+    x: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    kept: int,  # heads that do not go to the cache
+    rotated: int,
+    cache: LayerCache | None,
+    slots: Tensor | None,
+    grid: tuple[int, int],
+    dim: int,
+) -> None:
+    per, warps = shape_for(grid[0])
+    grid = grid[0], triton.cdiv(grid[1], per)
+    half = cos.shape[-1] if cos is not None else dim // 2
+    scales = cache.scales if cache else None
+    rows = cache.rows if cache else None
+    _rope_store[grid](
+        x, cos, sin, rows, scales, slots, x.shape[1], kept, rotated, x.stride(0), x.stride(1), dim,
+        rows.stride(0) if rows is not None else 0, scales.stride(0) if scales is not None else 0,
+        half=half, half_pad=triton.next_power_of_2(half), rest=dim - 2 * half,
+        rest_pad=triton.next_power_of_2(max(dim - 2 * half, 1)),
+        largest=LARGEST[rows.dtype] if scales is not None and rows is not None else 0.0,
+        WHOLE=scales is not None and rows is not None and rows.dtype == torch.int8, EARLY=early(x),
+        HEADS=min(per, triton.next_power_of_2(x.shape[1])), num_warps=warps, **dependent(x),
+    )  # fmt: skip
+
+
+def shape_for(tokens: int) -> tuple[int, int]:
+    """Heads of a program, and its warps."""
+    return (8, 2) if tokens <= 64 else (32, 4)
+
+
+@triton.jit
+def _codes(x, scale, largest: tl.constexpr, WHOLE: tl.constexpr):
+    scaled = tl.minimum(tl.maximum(x / scale[:, None], -largest), largest)
+    return (scaled + TO_INT) - TO_INT if WHOLE else scaled
+
+
+@triton.jit
+def _rope_store(
+    x, cos, sin, rows, scales, slots, heads, kept, rotated, x_stride, head_stride, dim, row_stride, scale_stride,
+    half: tl.constexpr, half_pad: tl.constexpr, rest: tl.constexpr, rest_pad: tl.constexpr, largest: tl.constexpr,
+    WHOLE: tl.constexpr, EARLY: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """A token's HEADS heads, each as what is not rotated (rest), and the two halves that are."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    i = tl.arange(0, half_pad)
+    inside = (head[:, None] < heads) & (i[None, :] < half)
+    a_at = rest + i[None, :]
+    own = x + token * x_stride + head[:, None] * head_stride
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+    a = tl.load(own + a_at, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(own + a_at + half, mask=inside, other=0.0).to(tl.float32)
+    if cos is not None:
+        turning = inside & (head[:, None] < rotated)
+        c = tl.load(cos + token * half + i, mask=i < half, other=1.0)[None, :]
+        s = tl.load(sin + token * half + i, mask=i < half, other=0.0)[None, :]
+        c, s = tl.where(turning, c, 1.0), tl.where(turning, s, 0.0)
+        # rounded here, so that the cache holds what attention's inputs hold
+        a, b = a * c - b * s, b * c + a * s
+        a, b = a.to(x.dtype.element_ty), b.to(x.dtype.element_ty)
+        tl.store(own + a_at, a, mask=turning)
+        tl.store(own + a_at + half, b, mask=turning)
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    if rows is not None:
+        slot = tl.load(slots + token)
+        there = rows + slot * row_stride + (head[:, None] - kept) * dim
+        stored = inside & (head[:, None] >= kept)
+        if rest > 0:
+            r = tl.arange(0, rest_pad)
+            held = (head[:, None] < heads) & (head[:, None] >= kept) & (r[None, :] < rest)
+            whole = tl.load(own + r[None, :], mask=held, other=0.0).to(tl.float32)
+        if scales is not None:
+            peak = tl.maximum(tl.max(tl.abs(a), 1), tl.max(tl.abs(b), 1))
+            if rest > 0:
+                peak = tl.maximum(peak, tl.max(tl.abs(whole), 1))
+            scale = (peak / largest).to(tl.float16)
+            scale = tl.where(scale == 0.0, 1.0, scale.to(tl.float32))
+            tl.store(
+                scales + slot * scale_stride + head - kept, scale.to(tl.float16), mask=(head >= kept) & (head < heads)
+            )
+            a, b = _codes(a, scale, largest, WHOLE), _codes(b, scale, largest, WHOLE)
+            if rest > 0:
+                whole = _codes(whole, scale, largest, WHOLE)
+        tl.store(there + a_at, a.to(rows.dtype.element_ty), mask=stored)
+        tl.store(there + a_at + half, b.to(rows.dtype.element_ty), mask=stored)
+        if rest > 0:
+            tl.store(there + r[None, :], whole.to(rows.dtype.element_ty), mask=held)
