@@ -1,0 +1,258 @@
+"""Decode attention in Triton: each program takes one split of one sequence's history for a few key heads.
+
+Every program of a launch computes which splits are active from the length on the device, so that a captured graph
+serves all lengths. Softmax and sums are float32, in base 2: scale_log2 is the attention scale times log2(e).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+LOWEST = tl.constexpr(-1e30)  # a running maximum before any token: finite, so that differences are never NaN
+
+
+@triton.jit
+def _split_bounds(length, split, SPLITS: tl.constexpr, CHUNK: tl.constexpr, STEP: tl.constexpr):
+    """This split's tokens and the number of splits: whole steps, at least CHUNK tokens each where SPLITS allows."""
+    wanted = tl.minimum(tl.cdiv(length, CHUNK), SPLITS)
+    tokens = tl.cdiv(tl.cdiv(length, wanted), STEP) * STEP
+    first = split * tokens
+    return first, tl.minimum(first + tokens, length), tl.cdiv(length, tokens)
+
+
+@triton.jit
+def _locate(table, tokens, last, PAGE: tl.constexpr):
+    """The cache rows of `tokens`; any valid row for those from `last` on."""
+    pages = tl.load(table + tokens // PAGE, mask=tokens < last, other=0)
+    return pages.to(tl.int64) * PAGE + tokens % PAGE
+
+
+@triton.jit
+def multi_head(  # noqa: PLR0915
+    q, k, v, k_scale, v_scale, table, lengths, out, partials, stats, arrivals,
+    scale_log2, q_stride, row_stride, scale_stride, table_stride,
+    HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, SCALED: tl.constexpr,
+    BLOCK: tl.constexpr, DEPTH: tl.constexpr, LANES: tl.constexpr,
+    SPLITS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A query head for each key head. BLOCK heads and LANES * DEPTH tokens a step, the next step's loads in flight.
+
+    The tile is [BLOCK, LANES, DEPTH, D]: D, then the heads, then the lanes are spread over the threads, 16 bytes of D
+    each (Triton takes the axes in this order), and DEPTH lies in each thread's registers. Every lane runs a softmax of
+    its own over its tokens; the lanes meet once, after the last step, so that the loop has no barrier.
+    """
+    group, row, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    STEP: tl.constexpr = DEPTH * LANES
+    first, last, count = _split_bounds(tl.load(lengths + row), split, SPLITS, CHUNK, STEP)
+    if first >= last:
+        return
+    heads = group * BLOCK + tl.arange(0, BLOCK)
+    dims = tl.arange(0, DP)
+    lanes = tl.arange(0, LANES)[:, None] + tl.arange(0, DEPTH)[None, :] * LANES
+    inner = (heads[:, None] * D + dims[None, :])[:, None, None, :]
+    inside = (dims < D)[None, None, None, :]
+    table += row.to(tl.int64) * table_stride
+
+    tokens = first + lanes
+    rows = _locate(table, tokens, last, PAGE)
+    if PDL:
+        gdc_wait()
+    at = (rows * row_stride)[None, :, :, None] + inner
+    live = (tokens < last)[None]
+    k_tile = tl.load(k + at, mask=live[:, :, :, None] & inside, other=0.0)
+    v_tile = tl.load(v + at, mask=live[:, :, :, None] & inside, other=0.0)
+    if SCALED:
+        scale_at = (rows * scale_stride)[None] + heads[:, None, None]
+        k_code = tl.load(k_scale + scale_at, mask=live, other=0.0)
+        v_code = tl.load(v_scale + scale_at, mask=live, other=0.0)
+    query = tl.load(q + row.to(tl.int64) * q_stride + inner, mask=inside, other=0.0).to(tl.float32) * scale_log2
+    rows = _locate(table, tokens + STEP, last, PAGE)
+
+    top = tl.full([BLOCK, LANES], LOWEST, tl.float32)
+    total = tl.zeros([BLOCK, LANES], tl.float32)
+    mixed = tl.zeros([BLOCK, LANES, DP], tl.float32)
+    for start in range(first, last, STEP):
+        tokens = start + lanes
+        k_now, v_now = k_tile, v_tile
+        at = (rows * row_stride)[None, :, :, None] + inner
+        live = (tokens + STEP < last)[None]
+        k_tile = tl.load(k + at, mask=live[:, :, :, None] & inside, other=0.0)
+        v_tile = tl.load(v + at, mask=live[:, :, :, None] & inside, other=0.0)
+        scores = tl.sum(k_now.to(tl.float32) * query, 3)
+        if SCALED:
+            scores *= k_code.to(tl.float32)
+            v_factor = v_code.to(tl.float32)
+            scale_at = (rows * scale_stride)[None] + heads[:, None, None]
+            k_code = tl.load(k_scale + scale_at, mask=live, other=0.0)
+            v_code = tl.load(v_scale + scale_at, mask=live, other=0.0)
+        rows = _locate(table, tokens + 2 * STEP, last, PAGE)
+        scores = tl.where((tokens < last)[None], scores, -float("inf"))
+        higher = tl.maximum(top, tl.max(scores, 2))
+        weight = tl.exp2(scores - higher[:, :, None])
+        fade = tl.exp2(top - higher)
+        total = total * fade + tl.sum(weight, 2)
+        if SCALED:
+            weight *= v_factor
+        mixed = mixed * fade[:, :, None] + tl.sum(weight[:, :, :, None] * v_now.to(tl.float32), 2)
+        top = higher
+    if PDL:
+        gdc_launch_dependents()
+    peak = tl.max(top, 1)
+    part = tl.exp2(top - peak[:, None])
+    total = tl.sum(total * part, 1)
+    mixed = tl.sum(mixed * part[:, :, None], 1)
+
+    place = row.to(tl.int64) * HEADS + heads
+    kept = (dims < D)[None, :]
+    if count > 1:
+        mine = place * SPLITS + split
+        tl.store(partials + mine[:, None] * D + dims[None, :], mixed, mask=kept)
+        tl.store(stats + mine * 2, peak)
+        tl.store(stats + mine * 2 + 1, total)
+        tl.debug_barrier()  # every thread's part is written before the one that counts says so
+        arrival = arrivals + row * (HEADS // BLOCK) + group
+        if tl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu") < count - 1:
+            return
+        tl.store(arrival, 0)
+        mixed, total = _merge(partials, stats, place, dims, count, D, DP, BLOCK, SPLITS)
+    result = mixed / total[:, None]
+    tl.store(out + place[:, None] * D + dims[None, :], result.to(out.dtype.element_ty), mask=kept)
+
+
+@triton.jit
+def _merge(
+    partials, stats, place, dims, count,
+    D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """The splits' sums for heads `place`, in the order of the splits whoever came last: [BLOCK, DP], [BLOCK]."""
+    TILE: tl.constexpr = 8
+    top = tl.full([BLOCK], LOWEST, tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    mixed = tl.zeros([BLOCK, DP], tl.float32)
+    for start in range(0, count, TILE):
+        splits = start + tl.arange(0, TILE)
+        at = place[None, :] * SPLITS + splits[:, None]
+        live = (splits < count)[:, None]
+        peaks = tl.load(stats + at * 2, mask=live, other=LOWEST, cache_modifier=".cg")
+        totals = tl.load(stats + at * 2 + 1, mask=live, other=0.0, cache_modifier=".cg")
+        wanted = live[:, :, None] & (dims < D)[None, None, :]
+        sums = tl.load(
+            partials + at[:, :, None] * D + dims[None, None, :], mask=wanted, other=0.0, cache_modifier=".cg"
+        )
+        higher = tl.maximum(top, tl.max(peaks, 0))
+        part = tl.exp2(peaks - higher[None])
+        fade = tl.exp2(top - higher)
+        total = total * fade + tl.sum(totals * part, 0)
+        mixed = mixed * fade[:, None] + tl.sum(sums * part[:, :, None], 0)
+        top = higher
+    return mixed, total
+
+
+@triton.jit
+def grouped(  # noqa: PLR0915
+    q, k, v, k_scale, v_scale, table, lengths, out, partials, stats,
+    scale_log2, q_stride, row_stride, scale_stride, table_stride,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
+    SHARED: tl.constexpr, PAGE: tl.constexpr, SCALED: tl.constexpr,
+    STEP: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """GROUP query heads for each of KEYS key heads, ROWS of them a program, padded: the products run on tensor cores.
+
+    A head's D1 + D2 elements are two powers of two (D2 may be 0), so that 80, 96 and 288 need no padding. SHARED (MLA):
+    the value is the first D1 elements of the key, which is read once.
+    """
+    BLOCKS: tl.constexpr = (GROUP + ROWS - 1) // ROWS
+    D: tl.constexpr = D1 + D2
+    DV: tl.constexpr = D1 if SHARED else D
+    HEADS: tl.constexpr = KEYS * GROUP
+    block, row, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    first, last, count = _split_bounds(tl.load(lengths + row), split, SPLITS, CHUNK, STEP)
+    if first >= last:
+        return
+    key = block // BLOCKS
+    member = block % BLOCKS * ROWS + tl.arange(0, ROWS)
+    used = (member < GROUP)[:, None]
+    heads = key * GROUP + member
+    dims = tl.arange(0, D1)
+    table += row.to(tl.int64) * table_stride
+    if PDL:
+        gdc_wait()
+    q += row.to(tl.int64) * q_stride + heads[:, None] * D
+    query = tl.load(q + dims[None, :], mask=used, other=0.0)
+    top = tl.full([ROWS], LOWEST, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    mixed = tl.zeros([ROWS, D1], tl.float32)
+    if D2 > 0:
+        rest = D1 + tl.arange(0, D2)
+        query2 = tl.load(q + rest[None, :], mask=used, other=0.0)
+        if not SHARED:
+            mixed2 = tl.zeros([ROWS, D2], tl.float32)
+    for start in range(first, last, STEP):
+        tokens = start + tl.arange(0, STEP)
+        live = tokens < last
+        rows = _locate(table, tokens, last, PAGE)
+        at = (rows * row_stride + key * D)[:, None]
+        keys = tl.load(k + at + dims[None, :], mask=live[:, None], other=0.0).to(query.dtype)
+        scores = tl.dot(query, tl.trans(keys), input_precision="ieee")
+        if D2 > 0:
+            keys2 = tl.load(k + at + rest[None, :], mask=live[:, None], other=0.0).to(query.dtype)
+            scores = tl.dot(query2, tl.trans(keys2), scores, input_precision="ieee")
+        scores *= scale_log2
+        if SCALED:
+            scale_at = rows * scale_stride + key
+            scores *= tl.load(k_scale + scale_at, mask=live, other=0.0).to(tl.float32)[None, :]
+        scores = tl.where(live[None, :], scores, -float("inf"))
+        higher = tl.maximum(top, tl.max(scores, 1))
+        weight = tl.exp2(scores - higher[:, None])
+        fade = tl.exp2(top - higher)
+        total = total * fade + tl.sum(weight, 1)
+        if SCALED:
+            weight *= tl.load(v_scale + scale_at, mask=live, other=0.0).to(tl.float32)[None, :]
+        part = weight.to(query.dtype)
+        if SHARED:
+            values = keys
+        else:
+            values = tl.load(v + at + dims[None, :], mask=live[:, None], other=0.0).to(query.dtype)
+        mixed = tl.dot(part, values, mixed * fade[:, None], input_precision="ieee")
+        if D2 > 0 and not SHARED:
+            values2 = tl.load(v + at + rest[None, :], mask=live[:, None], other=0.0).to(query.dtype)
+            mixed2 = tl.dot(part, values2, mixed2 * fade[:, None], input_precision="ieee")
+        top = higher
+    if PDL:
+        gdc_launch_dependents()
+    place = row.to(tl.int64) * HEADS + heads
+    if count > 1:
+        mine = place * SPLITS + split
+        tl.store(stats + mine * 2, top, mask=member < GROUP)
+        tl.store(stats + mine * 2 + 1, total, mask=member < GROUP)
+        tl.store(partials + mine[:, None] * DV + dims[None, :], mixed, mask=used)
+        if D2 > 0 and not SHARED:
+            tl.store(partials + mine[:, None] * DV + rest[None, :], mixed2, mask=used)
+    else:
+        share = 1.0 / total[:, None]
+        tl.store(out + place[:, None] * DV + dims[None, :], (mixed * share).to(out.dtype.element_ty), mask=used)
+        if D2 > 0 and not SHARED:
+            tl.store(out + place[:, None] * DV + rest[None, :], (mixed2 * share).to(out.dtype.element_ty), mask=used)
+
+
+@triton.jit
+def combine(
+    partials, stats, lengths, out,
+    HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    STEP: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """What `grouped` left in parts: one program a head, for a single last block would read up to a megabyte alone."""
+    head, row = tl.program_id(0), tl.program_id(1)
+    _, _, count = _split_bounds(tl.load(lengths + row), 0, SPLITS, CHUNK, STEP)
+    if count == 1:
+        return
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    place = row.to(tl.int64) * HEADS + head + tl.arange(0, 1)
+    dims = tl.arange(0, DP)
+    mixed, total = _merge(partials, stats, place, dims, count, D, DP, 1, SPLITS)
+    at = place[:, None] * D + dims[None, :]
+    tl.store(out + at, (mixed / total[:, None]).to(out.dtype.element_ty), mask=(dims < D)[None, :])

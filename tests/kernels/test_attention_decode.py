@@ -1,0 +1,149 @@
+"""Decode attention against float64 over the same cached values: odd lengths, shuffled pages, wide tables."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from minicpm_cli.kernels.cache import LayerCache, encode
+
+attention_decode = pytest.importorskip("minicpm_cli.kernels.attention_decode")
+
+PAGE = 16
+LENGTHS = (1, 15, 16, 17, 300)
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+
+
+def random_cache(
+    pages: int, page: int, heads: int, width: int, value: int, dtype: torch.dtype, device: str
+) -> LayerCache:
+    """`value` less than `width`: the value is a prefix of the key, as in MLA."""
+    shared = value < width
+    rows = torch.randn(pages * page, heads if shared else 2 * heads, width)
+    scales = None
+    if dtype.itemsize == 1:
+        rows, scales = encode(rows, dtype)
+        scales = scales.to(device)
+    rows = rows.to(dtype).to(device)
+    whole = rows.view(pages, page, *rows.shape[1:])
+    k_scale = v_scale = None
+    if scales is not None:
+        paged = scales.view(pages, page, -1)
+        k_scale, v_scale = paged[:, :, :heads], paged[:, :, 0 if shared else heads :]
+    return LayerCache(
+        rows, whole[:, :, :heads], whole[..., :value] if shared else whole[:, :, heads:], scales, k_scale, v_scale
+    )
+
+
+def shuffled_table(lengths: tuple[int, ...], page: int, device: str, spare: int = 5) -> tuple[Tensor, int]:
+    """Every sequence's pages scattered over the cache, the padding full of a page whose values would show."""
+    needed = [-(-length // page) for length in lengths]
+    order = torch.randperm(sum(needed)) + 1
+    table = torch.zeros(len(lengths), max(needed) + spare, dtype=torch.int32)
+    for row, (count, mine) in enumerate(zip(needed, order.split(needed), strict=True)):
+        table[row, :count] = mine
+    return table.to(device), sum(needed) + 1
+
+
+def expected(q: Tensor, cache: LayerCache, table: Tensor, lengths: tuple[int, ...], scale: float) -> Tensor:
+    """[B, Hq, Dv] by the textbook in float64."""
+    out = []
+    for row, length in enumerate(lengths):
+        pages = table[row].long().cpu()
+        k, v = (
+            _values(t, s)[pages].flatten(0, 1)[:length] for t, s in ((cache.k, cache.k_scale), (cache.v, cache.v_scale))
+        )
+        group = q.shape[1] // k.shape[1]
+        k, v = (t.repeat_interleave(group, 1) for t in (k, v))
+        weights = torch.einsum("hd,lhd->hl", q[row].double().cpu(), k).mul(scale).softmax(-1)
+        out.append(torch.einsum("hl,lhd->hd", weights, v))
+    return torch.stack(out)
+
+
+def _values(codes: Tensor, scale: Tensor | None) -> Tensor:
+    wide = codes.cpu().float().double()
+    return wide if scale is None else wide * scale.cpu().double().unsqueeze(-1)
+
+
+def error(found: Tensor, wanted: Tensor) -> float:
+    return float((found.double().cpu() - wanted).norm() / wanted.norm())
+
+
+def attend(
+    heads: int,
+    keys: int,
+    width: int,
+    dtype: torch.dtype,
+    device: str,
+    *,
+    cached: torch.dtype | None = None,
+    value: int | None = None,
+    lengths: tuple[int, ...] = LENGTHS,
+    page: int = PAGE,
+    tiling: object = None,
+    launches: int = 1,
+) -> float:
+    if device == "cpu" and dtype == torch.bfloat16 and heads > keys:
+        dtype = torch.float16  # the interpreter multiplies bfloat16 matrices as if they were integers
+    table, pages = shuffled_table(lengths, page, device)
+    cache = random_cache(pages, page, keys, width, value or width, cached or dtype, device)
+    fused = torch.randn(len(lengths), heads + 3, width).to(dtype).to(device)
+    q, kv_len = fused[:, :heads], torch.tensor(lengths, dtype=torch.int32, device=device)
+    decode = attention_decode.DecodeAttention(torch.device(device))
+    for _ in range(launches):
+        found = decode(q, cache, table, kv_len, width**-0.5, page, tiling)
+    return error(found, expected(q, cache, table, lengths, width**-0.5))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "keys", "width"), [(4, 4, 64), (2, 2, 80), (6, 2, 64), (16, 1, 128), (2, 1, 96)])
+def test_heads_and_groups(heads: int, keys: int, width: int, dtype: torch.dtype, kernel_device: str) -> None:
+    assert attend(heads, keys, width, dtype, kernel_device) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("cached", [torch.float8_e4m3fn, torch.int8])
+@pytest.mark.parametrize(("heads", "keys", "width"), [(4, 4, 64), (2, 2, 128), (8, 1, 64), (3, 1, 80)])
+def test_codes_with_scales(heads: int, keys: int, width: int, cached: torch.dtype, kernel_device: str) -> None:
+    assert attend(heads, keys, width, torch.float32, kernel_device, cached=cached) < 1e-5
+    assert attend(heads, keys, width, torch.bfloat16, kernel_device, cached=cached, lengths=(33,)) < 1e-2
+
+
+@pytest.mark.parametrize("cached", [torch.bfloat16, torch.float8_e4m3fn])
+def test_latent_heads_share_one_key_whose_prefix_is_the_value(cached: torch.dtype, kernel_device: str) -> None:
+    assert attend(20, 1, 288, torch.bfloat16, kernel_device, cached=cached, value=256, lengths=(70,)) < 1e-2
+
+
+@pytest.mark.parametrize("page", [8, 32])
+def test_other_page_sizes(page: int, kernel_device: str) -> None:
+    assert attend(4, 4, 64, torch.float32, kernel_device, page=page) < 1e-5
+    assert attend(8, 1, 64, torch.float32, kernel_device, page=page) < 1e-5
+
+
+@pytest.mark.parametrize("splits", [1, 3, 8])
+def test_any_number_of_splits(splits: int, kernel_device: str) -> None:
+    """The second launch needs the counters as the first found them."""
+    alone = attention_decode.Tiling(warps=4, splits=splits, chunk=16, block=4, depth=2)
+    assert attend(4, 4, 64, torch.float32, kernel_device, lengths=(1, 70, 100), tiling=alone, launches=2) < 1e-5
+    several = attention_decode.Tiling(warps=4, splits=splits, chunk=16, block=16, step=32)
+    assert attend(8, 1, 64, torch.float32, kernel_device, lengths=(1, 70, 100), tiling=several) < 1e-5
+
+
+@pytest.mark.parametrize(("heads", "keys"), [(4, 4), (8, 1)])
+def test_a_row_is_the_same_whatever_stands_beside_it(heads: int, keys: int, kernel_device: str) -> None:
+    lengths = (65, 300, 1, 17)
+    table, pages = shuffled_table(lengths, PAGE, kernel_device)
+    cache = random_cache(pages, PAGE, keys, 64, 64, torch.float16, kernel_device)
+    q = torch.randn(len(lengths), heads, 64).half().to(kernel_device)
+    kv_len = torch.tensor(lengths, dtype=torch.int32, device=kernel_device)
+    decode = attention_decode.DecodeAttention(torch.device(kernel_device))
+    together = decode(q, cache, table, kv_len, 0.125, PAGE)
+    turned = decode(q.flip(0), cache, table.flip(0), kv_len.flip(0), 0.125, PAGE)
+    assert torch.equal(together, turned.flip(0))
+
+
+@pytest.mark.parametrize(("programs", "longest"), [(9, 512), (9, 4096), (576, 4096), (576, 131072), (100_000, 131072)])
+def test_splits_are_bounded(programs: int, longest: int) -> None:
+    splits, chunk = attention_decode.split_count(programs, longest)
+    assert 1 <= splits <= max(8192 // programs, 1)
+    assert splits == 1 or (splits - 1) * chunk < longest
