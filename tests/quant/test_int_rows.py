@@ -1,0 +1,79 @@
+"""Packed products of a batch of rows against float64, at odd shapes, groups, zeros and shifts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from quant.errors import SchemeError
+from quant.kernels.layout import DeviceInt
+
+pytest.importorskip("triton")
+from quant.kernels import int_rows
+
+BF16, F16 = torch.bfloat16, torch.float16
+# Scales, weights and results are rounded to the activations' type; the interpreter cuts bfloat16 off instead.
+BOUND = {("cuda", BF16): 5e-3, ("cuda", F16): 8e-4, ("cpu", BF16): 1e-2, ("cpu", F16): 8e-4}
+
+
+def packed(n: int, k: int, bits: int, group: int, kind: str, device: str, seed: int = 0) -> DeviceInt:
+    """Random codes and scales; kind: sym, zero or shift."""
+    g = torch.Generator().manual_seed(seed)
+    words = torch.randint(-(2**31), 2**31, (n, k * bits // 32), generator=g, dtype=torch.int64).to(torch.int32)
+    scale = (torch.rand(n, k // group, generator=g) * 0.02 + 0.01).to(F16)
+    zero = torch.randint(0, 2**bits, scale.shape, generator=g).to(torch.uint8) if kind == "zero" else None
+    shift = -scale.float() * (2 ** (bits - 1) + torch.rand(scale.shape, generator=g)) if kind == "shift" else None
+    parts = (None if t is None else t.to(device) for t in (words, scale, zero, shift))
+    return DeviceInt(bits, group, *parts)
+
+
+def error(out: Tensor, ref: Tensor) -> float:
+    return float((out.double() - ref).norm() / ref.norm())
+
+
+@pytest.mark.parametrize(
+    ("rows", "n", "k", "bits", "group", "kind", "dtype"),
+    [
+        (2, 288, 512, 4, 128, "sym", BF16),
+        (17, 65, 320, 4, 32, "shift", BF16),
+        (9, 96, 576, 4, 96, "zero", BF16),
+        (33, 70, 384, 4, 192, "zero", F16),
+        (5, 64, 1056, 4, 1056, "sym", F16),
+        (4, 72, 288, 8, 32, "sym", BF16),
+        (3, 72, 256, 8, 64, "zero", BF16),
+        (6, 40, 256, 8, 256, "shift", BF16),
+        (2, 72, 192, 8, 64, "zero", F16),
+        (130, 24, 128, 4, 64, "sym", BF16),
+    ],
+)
+def test_product_matches_float64(rows, n, k, bits, group, kind, dtype, kernel_device):
+    w = packed(n, k, bits, group, kind, kernel_device)
+    x = torch.randn(rows, k, generator=torch.Generator().manual_seed(1)).to(kernel_device, dtype)
+    ref = x.double() @ w.dequantize(torch.float64).T
+    assert error(int_rows.product(x, w), ref) < BOUND[kernel_device, dtype]
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_parts_of_the_columns_add_up_the_same_every_time(parts, kernel_device):
+    w = packed(96, 1152, 4, 128, "sym", kernel_device)
+    x = torch.randn(3, 1152, generator=torch.Generator().manual_seed(1)).to(kernel_device, BF16)
+    onto = torch.randn(3, 96, generator=torch.Generator().manual_seed(2)).to(kernel_device, BF16)
+    tiling = int_rows.Tiling(64, 16, 256, parts, 3, 4)
+    first, second = (int_rows.product(x, w, onto, 0.25, tiling) for _ in range(2))
+    assert torch.equal(first, second)
+    ref = onto.double() + 0.25 * (x.double() @ w.dequantize(torch.float64).T)
+    assert error(first, ref) < BOUND[kernel_device, BF16]
+
+
+def test_rows_of_a_wider_tensor_are_read_where_they_lie(kernel_device):
+    w = packed(64, 256, 4, 128, "sym", kernel_device)
+    wide = torch.randn(4, 512, generator=torch.Generator().manual_seed(1)).to(kernel_device, BF16)
+    assert torch.equal(int_rows.product(wide[:, 256:], w), int_rows.product(wide[:, 256:].contiguous(), w))
+
+
+def test_what_the_copy_engine_cannot_read_is_refused():
+    w = packed(8, 72, 4, 72, "sym", "cpu")
+    assert not int_rows.supported(w, BF16)
+    with pytest.raises(SchemeError, match="72 columns"):
+        int_rows.product(torch.zeros(2, 72, dtype=BF16), w)
