@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,9 @@ from minicpm_cli.model.config import ModelConfig
 from minicpm_cli.model.gguf import GGUFHeader, config_from_gguf, read_header
 from minicpm_cli.model.load_scheme import AS_STORED, LoadScheme, weight_bits, weight_bytes
 from minicpm_cli.model.quant_config import QuantConfig, read_config
+from minicpm_cli.model.safetensors_header import FLOATS, Entry, all_entries
 from minicpm_cli.model.shapes import HEAD, is_absorbed, is_linear
+from minicpm_cli.model.shards import safetensors_files
 from minicpm_cli.settings import LoadOptions
 from quant.scheme import Scheme
 
@@ -79,9 +81,15 @@ class Checkpoint:
         return self.load.name(self.cfg, self.packing or plain)
 
     def weight_bytes(self, itemsize: int, *, cpu: bool = False) -> int:
-        """About what the weights will take in memory, where plain ones have `itemsize` bytes an element."""
+        """What the weights will take in memory by the files' headers; plain ones have `itemsize` bytes an element.
+
+        Raises WeightsError for files that are not whole.
+        """
         if self._header is None:
-            return weight_bytes(self.cfg, itemsize, self._matrix, cpu=cpu)
+            plain = (
+                frozenset(n for n, e in self._entries().items() if e.dtype in FLOATS) if self._quant else frozenset()
+            )
+            return weight_bytes(self.cfg, itemsize, lambda name, k: self._matrix(name, k, plain), cpu=cpu)
         head, k = self.load.matrix(HEAD, self.cfg.hidden_size), self.cfg.hidden_size
         own = math.ceil(self.cfg.vocab * k * weight_bits(head, k, itemsize, cpu=cpu) / 8) if head else 0
         kept = 0 if cpu and itemsize != 2 else 2 if cpu else 1  # copies of what stays packed; see weight_bits
@@ -90,9 +98,26 @@ class Checkpoint:
             for tensor in self._header.tensors.values()
         )
 
-    def _matrix(self, name: str, k: int) -> Scheme | None:
-        """How the matrix `name` is packed in memory."""
-        if self._quant and (self._quant.head if name == HEAD else is_linear(name) and not is_absorbed(name)):
+    def stored(self) -> dict[str, int]:
+        """Bytes in the files by type of element, as their headers say; empty for PyTorch's own format."""
+        found: Counter[str] = Counter()
+        for tensor in self._header.tensors.values() if self._header else ():
+            found[tensor.type] += tensor.nbytes
+        for entry in self._entries().values():
+            found[entry.dtype] += entry.end - entry.begin
+        return dict(found.most_common())
+
+    def _entries(self) -> dict[str, Entry]:
+        shards = safetensors_files(self.path) if self.path.is_dir() else None
+        return all_entries(shards) if shards else {}
+
+    def _matrix(self, name: str, k: int, plain: Container[str]) -> Scheme | None:
+        """How the matrix `name` is packed in memory; a quantizer may have left some `plain`."""
+        if (
+            name not in plain
+            and self._quant
+            and (self._quant.head if name == HEAD else is_linear(name) and not is_absorbed(name))
+        ):
             return self._quant.of(name.removesuffix(".weight")).scheme
         return self.load.matrix(name, k)
 
