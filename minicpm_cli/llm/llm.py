@@ -14,11 +14,11 @@ import torch
 from minicpm_cli.doctor import why_no_gpu
 from minicpm_cli.engine.engine import Engine, EngineRequest, TokenEvent
 from minicpm_cli.engine.memory import MemoryPlan
-from minicpm_cli.errors import MinicpmError, UsageError
+from minicpm_cli.errors import MinicpmError
 from minicpm_cli.hub.files import ModelFiles
 from minicpm_cli.llm.device import choose_device, choose_dtype, dtype_name
 from minicpm_cli.llm.info import LLMInfo
-from minicpm_cli.llm.opening import Opened, open_engine, plan_engine
+from minicpm_cli.llm.opening import Opened, open_engine, plan_engine, refuse_later
 from minicpm_cli.llm.prompter import Prompter
 from minicpm_cli.model.config import ModelConfig
 from minicpm_cli.settings import LoadOptions
@@ -26,7 +26,6 @@ from minicpm_cli.text.detok import TextSink
 from minicpm_cli.types import Event, Request, SamplingParams
 
 SEED_BITS = 53  # a JSON number holds it exactly
-_LATER = {"kv_dtype": "auto", "lora": None}
 
 
 class LLM:
@@ -47,7 +46,7 @@ class LLM:
     ) -> LLM:
         """Plans the memory, then loads. `on_progress` hears (layers done, layers). Raises ModelError or DeviceError."""
         begun = time.monotonic()
-        _refuse_later(options)
+        refuse_later(options)
         if threads is not None:
             torch.set_num_threads(threads)
         prompter = Prompter.open(options, files)
@@ -151,12 +150,6 @@ def _notes(options: LoadOptions, cfg: ModelConfig, trained: int, device: torch.d
 def _taken(events: deque[Event]) -> Iterator[Event]:
     while events:
         yield events.popleft()
-
-
-def _refuse_later(options: LoadOptions) -> None:
-    for name, neutral in _LATER.items():
-        if getattr(options, name) != neutral:
-            raise UsageError(f"{name} is not supported in this version; remove it from the settings (minicpm config)")
 
 
 def _info(prompter: Prompter, files: ModelFiles, opened: Opened, plan: MemoryPlan, seconds: float) -> LLMInfo:
