@@ -9,6 +9,7 @@ from minicpm_cli.kernels.batch import ForwardBatch
 from minicpm_cli.model.config import ModelConfig
 from minicpm_cli.model.decoder import Decoder
 from minicpm_cli.model.kv import KVCache
+from minicpm_cli.model.kv_format import KVFormat
 from minicpm_cli.model.loader import build_decoder
 
 
@@ -84,11 +85,17 @@ def forward_batch(
     )
 
 
-def all_logits(decoder: Decoder, ids: list[int], chunks: list[int] | None = None, page_size: int = 4) -> Tensor:
+def all_logits(
+    decoder: Decoder,
+    ids: list[int],
+    chunks: list[int] | None = None,
+    page_size: int = 4,
+    kv_format: KVFormat | None = None,
+) -> Tensor:
     """Logits [T, V] of one sequence, computed in steps of the given sizes over shuffled pages."""
     pages = -(-len(ids) // page_size)
     table = (torch.randperm(pages, generator=torch.Generator().manual_seed(1)) + 1).tolist()
-    kv = KVCache.allocate(decoder.cfg, pages + 1, page_size, decoder.device, decoder.dtype)
+    kv = KVCache.allocate(decoder.cfg, pages + 1, page_size, decoder.device, decoder.dtype, kv_format)
     rows, before = [], 0
     with torch.inference_mode():
         for size in chunks or [len(ids)]:
