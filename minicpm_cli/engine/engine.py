@@ -37,8 +37,8 @@ class Engine:
         draw: Draw | None = None,
     ) -> None:
         self.config, self.stats, self._clock = config, Stats(), clock
-        self.scheduler = Scheduler(config, decoder.cfg.vocab, self.stats, clock, host_draws=draw is None)
         self.runner = Runner(decoder, kv, config, draw)
+        self.scheduler = Scheduler(config, decoder.cfg.vocab, self.stats, clock, host_draws=self.runner.host_draws)
         self._lag = decoder.device.type != "cpu" if config.lag is None else config.lag
         self._flight: Flight | None = None
         self._active: Generator[TokenEvent] | None = None

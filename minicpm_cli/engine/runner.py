@@ -19,7 +19,9 @@ from minicpm_cli.engine.sampler import Rows, sample, settle
 from minicpm_cli.engine.scheduler import Plan
 from minicpm_cli.engine.sequence import Drawn, EngineConfig, Sequence
 from minicpm_cli.errors import MinicpmError, RequestError
+from minicpm_cli.kernels import reference
 from minicpm_cli.kernels.batch import ForwardBatch
+from minicpm_cli.kernels.ops import Ops
 from minicpm_cli.types import Logprob
 
 
@@ -74,9 +76,16 @@ class Runner:
         self.penalties = Penalties(model.cfg.vocab, model.device)
         self.pipeline: Pipeline | None = None
         on_gpu = model.device.type == "cuda"
+        if draw is None and on_gpu:
+            draw = _kernel_draws(config, model)
         if on_gpu or config.lag:
-            capture = CudaCapture() if on_gpu and config.graphs else None
+            capture = CudaCapture() if on_gpu and config.graphs and _capturable(model) else None
             self.pipeline = Pipeline(config, model.device, self.forward, told, draw, capture)
+
+    @property
+    def host_draws(self) -> bool:
+        """Whether only the host can draw other tokens than the likeliest."""
+        return self.pipeline is None or self.pipeline.draw is None
 
     def launch(self, plan: Plan) -> Flight:
         if self.pipeline is not None and not plan.hosted:
@@ -123,6 +132,18 @@ class Runner:
         self.penalties.clear()
         if self.pipeline is not None:
             self.pipeline.reset()
+
+
+def _kernel_draws(config: EngineConfig, model: Model) -> Draw:
+    from minicpm_cli.kernels.sampling import Draws  # triton: only where a GPU is
+
+    return Draws(config.max_seqs, model.cfg.vocab, model.device)
+
+
+def _capturable(model: Model) -> bool:
+    """The reference attention walks the lengths that only the host knows."""
+    ops = getattr(model, "ops", None)
+    return not isinstance(ops, Ops) or ops.attend is not reference.attend
 
 
 def told(plan: Plan, tokens: list[int], peaks: list[float]) -> list[Drawn]:

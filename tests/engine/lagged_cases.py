@@ -1,4 +1,4 @@
-"""Engines that lag a step on the CPU: work queued as on a GPU, steps replayed as graphs are, tokens drawn on the device."""
+"""Engines that lag a step on the CPU: work queued as on a GPU, steps replayed as graphs are, draws on the device."""
 
 from __future__ import annotations
 

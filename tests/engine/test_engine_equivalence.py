@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from engine_cases import GREEDY, SAMPLED, answers, engine_of, expected, prompt, request, run_checked
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lagged_cases import WAYS, lagged_engine
 
 from minicpm_cli.engine.engine import EngineRequest
 from minicpm_cli.types import SamplingParams
+
+
+@pytest.fixture(autouse=True, params=["plain", *WAYS])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every test here also runs on an engine that lags a step."""
+    if request.param != "plain":
+        monkeypatch.setitem(globals(), "engine_of", partial(lagged_engine, request.param))
+    return str(request.param)
 
 
 def mixed(count: int) -> list[EngineRequest]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from engine_cases import GREEDY, SAMPLED, answers, expected, prompt, request, run_checked
-from fake_decoder import FakeDecoder
+from lagged_cases import PaddedFake
 
 from minicpm_cli.engine.engine import Engine, EngineConfig
 from minicpm_cli.engine.sampler import Rows, sample, settle
@@ -23,7 +25,7 @@ KINDS = [
 ]
 
 
-class GpuFake(FakeDecoder):
+class GpuFake(PaddedFake):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.device = torch.device("cuda")
@@ -31,7 +33,9 @@ class GpuFake(FakeDecoder):
     def forward(self, batch: ForwardBatch, kv: object) -> torch.Tensor:
         assert batch.ids.is_cuda
         assert batch.page_table.is_cuda
-        return super().forward(batch, kv).cuda()
+        names = ("ids", "positions", "slots", "q_start", "kv_len", "page_table", "last")
+        there = replace(batch, **{name: getattr(batch, name).cpu() for name in names})
+        return super().forward(there, kv).cuda()
 
 
 def test_tokens_are_those_of_the_cpu() -> None:
@@ -54,6 +58,6 @@ def test_argmax_takes_the_lowest_of_equals() -> None:
 @pytest.mark.parametrize("pages", [200, 12])
 def test_engine(pages: int) -> None:
     decoder = GpuFake(pages, 4)
-    config = EngineConfig(pages=pages, page_size=4, max_seqs=8, max_batch_tokens=7, context=400)
+    config = EngineConfig(pages=pages, page_size=4, max_seqs=8, max_batch_tokens=7, context=400, graphs=False)
     requests = [request(f"r{i}", prompt(5 + 3 * i, i % 2), GREEDY if i % 2 else SAMPLED, seed=i) for i in range(7)]
     assert answers(run_checked(Engine(decoder, None, config), requests)) == {r.id: expected(r) for r in requests}
