@@ -31,7 +31,7 @@ class Demand:
 class MemoryOptions:
     """What the user asked for; None leaves it to the plan. `fraction` of the free bytes may be used.
 
-    `graphs`: the largest batch that is captured, 0 for none. `fixed`: bytes that the device's context will take.
+    `graphs`: decode steps are captured. `fixed`: bytes that the device's context will take.
     """
 
     context: int | None = None
@@ -40,7 +40,7 @@ class MemoryOptions:
     fraction: float = 0.9
     page_size: int = 16
     cpu: bool = False
-    graphs: int = 0
+    graphs: bool = False
     fixed: int = 0
 
 
@@ -135,7 +135,7 @@ def survey_memory(demand: Demand, free_bytes: int, options: MemoryOptions) -> Me
         fixed=options.fixed,
         weights=demand.weights,
         ends=ends_bytes(cfg, demand.form.itemsize),
-        phases=workspace(cfg, tokens, seqs, demand.form, options.graphs),
+        phases=workspace(cfg, tokens, seqs, demand.form, graphs=options.graphs),
         kv_per_token=demand.kv_token,
         page_size=page,
         pages=pages + 1,
@@ -171,7 +171,7 @@ def _halves(count: int) -> list[int]:
 
 def _room(demand: Demand, budget: int, tokens: int, seqs: int, options: MemoryOptions) -> int:
     """Tokens of cache in whole pages, beside the dummy."""
-    work = workspace(demand.cfg, tokens, seqs, demand.form, min(options.graphs, seqs))
+    work = workspace(demand.cfg, tokens, seqs, demand.form, graphs=options.graphs)
     taken = options.fixed + max(demand.weights + max(work.running, work.load), 2 * ends_bytes(demand.cfg, 2))
     return max((budget - taken) // (demand.kv_token * options.page_size) - 1, 0) * options.page_size
 
@@ -194,7 +194,7 @@ def _problem(demand: Demand, budget: int, room: int, tokens: int, seqs: int, opt
     wanted = max(context, (options.max_seqs or 1) * min(LEAST_SEQ, context))
     if wanted <= room:
         return ""
-    work = workspace(demand.cfg, tokens, seqs, demand.form, options.graphs).running
+    work = workspace(demand.cfg, tokens, seqs, demand.form, graphs=options.graphs).running
     need = options.fixed + demand.weights + work + (wanted + options.page_size) * demand.kv_token
     what = "the model"
     if options.context and context == wanted:
@@ -209,7 +209,7 @@ def _advice(demand: Demand, budget: int, room: int, options: MemoryOptions) -> s
     least = min(LEAST_CONTEXT, demand.cfg.context)
     if room >= least:
         return f"What would fit: a cache of {room} tokens; lower --ctx or --max-seqs, or raise --memory-fraction."
-    narrow = _room(demand, budget, LEAST_SEQ, 1, replace(options, graphs=0))
+    narrow = _room(demand, budget, LEAST_SEQ, 1, replace(options, graphs=False))
     if narrow >= least:
         return (
             f"What would fit: a cache of {narrow} tokens with --max-seqs 1 --max-batch-tokens {LEAST_SEQ}; "

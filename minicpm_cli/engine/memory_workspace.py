@@ -45,11 +45,11 @@ class Form:
 PLAIN = Form()
 
 
-def workspace(cfg: ModelConfig, tokens: int, seqs: int, form: Form, graphs: int = 0) -> Workspace:
-    """Of steps of up to `tokens` tokens for `seqs` sequences; graphs are captured of up to `graphs` sequences."""
+def workspace(cfg: ModelConfig, tokens: int, seqs: int, form: Form, *, graphs: bool = False) -> Workspace:
+    """Of steps of up to `tokens` tokens for `seqs` sequences; `graphs`: the decode steps are captured."""
     return Workspace(
         load=_load(cfg, form),
-        capture=_capture(cfg, graphs, form),
+        capture=_capture(cfg, seqs, form) if graphs else 0,
         prefill=step_bytes(cfg, tokens, seqs, form),
         decode=step_bytes(cfg, seqs, seqs, form),
     )
@@ -101,9 +101,9 @@ def _load(cfg: ModelConfig, form: Form) -> int:
     return largest * (ROUNDING if form.rounded else form.itemsize)
 
 
-def _capture(cfg: ModelConfig, graphs: int, form: Form) -> int:
-    """The pool of the captured steps: they share the activations of the largest one."""
-    return graphs * (_block_bytes(cfg, form) + cfg.vocab * (4 + form.itemsize)) if graphs else 0
+def _capture(cfg: ModelConfig, seqs: int, form: Form) -> int:
+    """The pool of the captured steps, which share the activations of the largest one."""
+    return seqs * (_block_bytes(cfg, form) + cfg.vocab * (4 + form.itemsize))
 
 
 def ends_bytes(cfg: ModelConfig, itemsize: int) -> int:

@@ -11,25 +11,20 @@ from typing import Protocol
 import torch
 
 from minicpm_cli.engine.engine import Engine, EngineConfig
-from minicpm_cli.engine.memory import Demand, MemoryOptions, MemoryPlan, plan_memory
-from minicpm_cli.engine.memory_workspace import Form
+from minicpm_cli.engine.memory import MemoryPlan, plan_memory
 from minicpm_cli.errors import OutOfMemory, UsageError
-from minicpm_cli.llm.device import free_bytes
-from minicpm_cli.model.config import ModelConfig
+from minicpm_cli.llm.demand import Sized, demand_of, wanted
+from minicpm_cli.llm.device import dtype_name, free_bytes
 from minicpm_cli.model.decoder import Decoder
 from minicpm_cli.model.kv import KVCache
+from minicpm_cli.model.kv_format import KVFormat
 from minicpm_cli.settings import LoadOptions
 
-_LATER = MappingProxyType({"kv_dtype": "auto", "lora": None})
+_LATER = MappingProxyType({"lora": None})
 
 
-class Loadable(Protocol):
+class Loadable(Sized, Protocol):
     """What is needed of a Checkpoint."""
-
-    @property
-    def cfg(self) -> ModelConfig: ...
-
-    def weight_bytes(self, itemsize: int, *, cpu: bool = False) -> int: ...
 
     def decoder(
         self, device: torch.device, dtype: torch.dtype, on_progress: Callable[[int, int], None] | None = None
@@ -52,20 +47,8 @@ def refuse_later(options: LoadOptions) -> None:
 def plan_engine(options: LoadOptions, checkpoint: Loadable, device: torch.device, dtype: torch.dtype) -> MemoryPlan:
     """Before anything is loaded. Raises OutOfMemory for what does not fit."""
     cpu = device.type == "cpu"
-    wanted = MemoryOptions(
-        context=options.ctx,
-        max_seqs=options.max_seqs,
-        max_batch_tokens=options.max_batch_tokens,
-        fraction=options.memory_fraction,
-        cpu=cpu,
-    )
-    demand = Demand(
-        checkpoint.cfg,
-        weights=checkpoint.weight_bytes(dtype.itemsize, cpu=cpu),
-        kv_token=checkpoint.cfg.kv_bytes_per_token(dtype.itemsize),
-        form=Form(dtype.itemsize, cpu=cpu),
-    )
-    return plan_memory(demand, free_bytes(device), wanted)
+    demand = demand_of(checkpoint, options, dtype_name(dtype), cpu=cpu)
+    return plan_memory(demand, free_bytes(device), wanted(options, cpu=cpu))
 
 
 def open_engine(
@@ -74,11 +57,18 @@ def open_engine(
     device: torch.device,
     dtype: torch.dtype,
     on_progress: Callable[[int, int], None] | None = None,
+    *,
+    kv_dtype: str = "auto",
 ) -> Opened:
-    """Loads the weights, whose rotation tables are as long as the checkpoint's cfg says, and allocates the cache."""
+    """Loads the weights, whose rotation tables are as long as the checkpoint's cfg says, and allocates the cache.
+
+    `kv_dtype` is the one that was planned for.
+    """
+    kv_format = KVFormat.of(kv_dtype, dtype_name(dtype))
     with _memory_errors(device):
         decoder = checkpoint.decoder(device, dtype, on_progress)
-        kv = KVCache.allocate(decoder.cfg, plan.pages, plan.page_size, device, dtype)
+        kv = KVCache.allocate(decoder.cfg, plan.pages, plan.page_size, device, dtype, kv_format)
+    assert kv.nbytes == plan.cache, (kv.nbytes, plan.cache)
     return Opened(Engine(decoder, kv, _engine_config(plan)), decoder, kv)
 
 

@@ -92,7 +92,7 @@ def test_the_largest_context_and_batch_are_the_largest() -> None:
 
 
 def test_peaks_add_up() -> None:
-    got = plan(16, max_seqs=8, context=2048, graphs=8)
+    got = plan(16, max_seqs=8, context=2048, graphs=True)
     assert list(got.peaks) == ["load", "capture", "prefill", "decode"]
     assert got.fixed + got.peaks["prefill"] <= got.total
     assert max(got.peaks.values()) == got.total

@@ -1,0 +1,48 @@
+"""What a checkpoint, loaded as asked, needs of a device's memory; `plan` and the engine count the same. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Protocol
+
+from minicpm_cli.engine.memory import Demand, MemoryOptions
+from minicpm_cli.engine.memory_workspace import Form
+from minicpm_cli.model.config import ModelConfig
+from minicpm_cli.model.kv_format import KVFormat
+from minicpm_cli.model.load_scheme import weight_bytes
+from minicpm_cli.settings import LoadOptions
+
+PACKED_SHARE = 0.9  # of the plain weights' bytes: models below have packed matrices in their blocks, not only a head
+ELEMENT_BYTES: Mapping[str, int] = MappingProxyType({"bf16": 2, "fp16": 2, "fp32": 4})
+
+
+class Sized(Protocol):
+    """What is needed of a Checkpoint."""
+
+    @property
+    def cfg(self) -> ModelConfig: ...
+
+    def weight_bytes(self, itemsize: int, *, cpu: bool = False) -> int: ...
+
+
+def demand_of(checkpoint: Sized, options: LoadOptions, dtype: str, *, cpu: bool) -> Demand:
+    """`dtype` is bf16, fp16 or fp32, as it was chosen for the device."""
+    cfg, itemsize = checkpoint.cfg, ELEMENT_BYTES[dtype]
+    weights = checkpoint.weight_bytes(itemsize, cpu=cpu)
+    packed = weights < PACKED_SHARE * weight_bytes(cfg, itemsize, lambda name, k: None)
+    kv_token = KVFormat.of(options.kv_dtype, dtype).bytes_per_token(cfg)
+    return Demand(cfg, weights, kv_token, Form(itemsize, packed, rounded=options.quantize is not None, cpu=cpu))
+
+
+def wanted(options: LoadOptions, *, cpu: bool, fixed: int = 0) -> MemoryOptions:
+    """`fixed`: what the device's context will take, where it is not there yet."""
+    return MemoryOptions(
+        context=options.ctx,
+        max_seqs=options.max_seqs,
+        max_batch_tokens=options.max_batch_tokens,
+        fraction=options.memory_fraction,
+        cpu=cpu,
+        graphs=options.graphs and not cpu,
+        fixed=fixed,
+    )
