@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from quant.kernels.dequantize import spread
+
 # The weights are the left operand of the tensor cores, which they enter from registers; there, lane l of a warp holds
 # the neighbours 2 * (l % 4) and the next of every eight columns. Each lane therefore loads the whole word and shifts
 # by its own amount to its pair, so that the columns stay in order and the activations need no permutation.
@@ -48,12 +50,6 @@ def _group_values(values, n, first, last, SUB: tl.constexpr, BK: tl.constexpr, G
 
 
 @triton.jit
-def _spread(values, BN: tl.constexpr, COUNT: tl.constexpr, TIMES: tl.constexpr):
-    """[BN, COUNT] to [BN, COUNT * TIMES], each value `TIMES` times in a row."""
-    return tl.reshape(tl.broadcast_to(values[:, :, None], (BN, COUNT, TIMES)), (BN, COUNT * TIMES))
-
-
-@triton.jit
 def _weights(
     w, scale, zero, shift, n, first, last, G,
     BITS: tl.constexpr, GROUP: tl.constexpr, SUB: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
@@ -71,17 +67,17 @@ def _weights(
         h = _group_values(shift, n, first, last, SUB, BK, GROUP, G)
         z = tl.minimum(tl.maximum(tl.floor(0.5 - h / tl.where(s == 0, 1.0, s)), 0.0), 2 * middle - 1.0)
         h += z * s
-    w = _spread(w, BN, BK * BITS // 32, 32 // BITS)
+    w = spread(w, BN, BK * BITS // 32, 32 // BITS)
     if ASM == "":
         k = tl.arange(0, BK)[None, :]
         codes = (w >> (k % (32 // BITS) // 2 * BITS + k % 2 * 16)) & (2 * middle - 1)
-        codes = codes.to(tl.float32) - _spread(z, BN, BK // SUB, SUB)
+        codes = codes.to(tl.float32) - spread(z, BN, BK // SUB, SUB)
         s = s.to(DTYPE).to(tl.float32)
-        a = (codes * _spread(s, BN, BK // SUB, SUB) + _spread(h, BN, BK // SUB, SUB)).to(DTYPE)
+        a = (codes * spread(s, BN, BK // SUB, SUB) + spread(h, BN, BK // SUB, SUB)).to(DTYPE)
     else:
-        s = _spread(s.to(DTYPE), BN, BK // SUB, SUB)
-        z = _spread((z + BIAS).to(DTYPE), BN, BK // SUB, SUB)
-        h = _spread(h.to(DTYPE), BN, BK // SUB, SUB)
+        s = spread(s.to(DTYPE), BN, BK // SUB, SUB)
+        z = spread((z + BIAS).to(DTYPE), BN, BK // SUB, SUB)
+        h = spread(h.to(DTYPE), BN, BK // SUB, SUB)
         if tl.bfloat16 == DTYPE:
             a = tl.inline_asm_elementwise(ASM, "=r,r,r,r,r,r", [w, s, z, h], dtype=tl.bfloat16, is_pure=True, pack=2)
         else:
