@@ -18,6 +18,7 @@ from minicpm_cli.hub.files import ModelFiles
 from minicpm_cli.llm.checkpoint import Checkpoint
 from minicpm_cli.llm.device import choose_device, choose_dtype, dtype_name, free_bytes
 from minicpm_cli.model.decoder import Decoder
+from minicpm_cli.model.kv_format import KVFormat
 from minicpm_cli.model.load_scheme import AS_STORED
 from minicpm_cli.model.shards import bin_files, safetensors_files
 from minicpm_cli.settings import LoadOptions
@@ -113,13 +114,13 @@ def evaluate(
     decoder = model.load(load, passage.size, progress)
     begun = time.monotonic()
     with _memory_errors(model.name, decoder.device):
-        reader, told = Reader(decoder), _reading(model.name, progress)
+        reader, told = Reader(decoder, _kv_format(load, decoder)), _reading(model.name, progress)
         if known is None:
             found = perplexity(reader, passage.windows, told)
-            return _row(model, decoder, passage, options, found, time.monotonic() - begun)
+            return _row(model, decoder, passage, options, load, found, time.monotonic() - begun)
         both = compare(reader, known, passage.windows, told)
     assert reference is not None
-    row = _row(model, decoder, passage, options, Perplexity(both.ppl, both.tokens), time.monotonic() - begun)
+    row = _row(model, decoder, passage, options, load, Perplexity(both.ppl, both.tokens), time.monotonic() - begun)
     return replace(row, against=reference.name, ref_ppl=both.ref_ppl, kl=both.kl, top1=both.top1)
 
 
@@ -186,13 +187,24 @@ def _reading(name: str, progress: Progress) -> Callable[[int, int], None]:
     return lambda done, total: progress(f"reading with {name}", done, total, "windows")
 
 
+def _kv_format(load: LoadOptions, decoder: Decoder) -> KVFormat:
+    return KVFormat.of(load.kv_dtype, dtype_name(decoder.dtype))
+
+
 def _row(
-    model: Candidate, decoder: Decoder, passage: Passage, options: EvalOptions, found: Perplexity, seconds: float
+    model: Candidate,
+    decoder: Decoder,
+    passage: Passage,
+    options: EvalOptions,
+    load: LoadOptions,
+    found: Perplexity,
+    seconds: float,
 ) -> QualityRow:
-    checkpoint = model.checkpoint
+    checkpoint, kv_format = model.checkpoint, _kv_format(load, decoder)
+    scheme = checkpoint.scheme(dtype_name(decoder.dtype)) + (f", {kv_format.name} KV" if kv_format.quantized else "")
     size = None if checkpoint.load != AS_STORED else file_bytes(checkpoint.path)
     return QualityRow(
-        setting=machine.setting_for(decoder.device, model.name, checkpoint.scheme(dtype_name(decoder.dtype))),
+        setting=machine.setting_for(decoder.device, model.name, scheme),
         text=passage.name,
         windows=len(passage.windows),
         window=passage.size,

@@ -18,6 +18,7 @@ from minicpm_cli.errors import MinicpmError, UsageError
 from minicpm_cli.kernels.batch import ForwardBatch
 from minicpm_cli.model.decoder import Decoder
 from minicpm_cli.model.kv import KVCache
+from minicpm_cli.model.kv_format import KVFormat
 
 STEP = 2048  # tokens that pass the blocks at once
 PAGE = 16
@@ -168,8 +169,8 @@ def _counted(windows: Sequence[Window], on_progress: Progress | None) -> Iterato
 class Reader:
     """A decoder as a predictor. Its scratch cache holds one window, which the next overwrites."""
 
-    def __init__(self, decoder: Decoder) -> None:
-        self.decoder = decoder
+    def __init__(self, decoder: Decoder, kv_format: KVFormat | None = None) -> None:
+        self.decoder, self.kv_format = decoder, kv_format
         self._cache: KVCache | None = None
 
     @property
@@ -196,7 +197,7 @@ class Reader:
         pages = -(-tokens // PAGE)
         if self._cache is None or self._cache.pages < pages:
             decoder = self.decoder
-            self._cache = KVCache.allocate(decoder.cfg, pages, PAGE, decoder.device, decoder.dtype)
+            self._cache = KVCache.allocate(decoder.cfg, pages, PAGE, decoder.device, decoder.dtype, self.kv_format)
         return self._cache
 
 

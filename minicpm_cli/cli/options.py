@@ -26,6 +26,13 @@ PLACE = (
     _option("device", str, "auto, cpu, cuda or cuda:N.", "--device", metavar="DEV"),
     _option("dtype", str, "auto, bf16, fp16 or fp32.", "--dtype", metavar="TYPE"),
     _option("ctx", int, "Context in tokens.", "--ctx", metavar="N"),
+    _option(
+        "kv_dtype",
+        str,
+        "Keys and values in the cache: auto is as --dtype; fp8 and int8 take half the memory of bf16.",
+        "--kv-dtype",
+        metavar="TYPE",
+    ),
     _option("max_seqs", int, "Sequences at once.", "--max-seqs", metavar="N"),
     _option("max_batch_tokens", int, "Tokens in one step.", "--max-batch-tokens", metavar="N"),
     _option("memory_fraction", float, "Share of the free memory to use, (0, 1].", "--memory-fraction", metavar="F"),
