@@ -41,11 +41,15 @@ def multi_head(  # noqa: PLR0915
 
     The tile is [BLOCK, LANES, DEPTH, D]: D, then the heads, then the lanes are spread over the threads, 16 bytes of D
     each (Triton takes the axes in this order), and DEPTH lies in each thread's registers. Every lane runs a softmax of
-    its own over its tokens; the lanes meet once, after the last step, so that the loop has no barrier.
+    its own over its tokens; the lanes meet once, after the last step, so that the loop has no barrier. The newest token,
+    which this step's kernels wrote, begins the softmax of its split: all older ones are requested before that wait.
     """
     group, row, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     STEP: tl.constexpr = DEPTH * LANES
-    first, last, count = _split_bounds(tl.load(lengths + row), split, SPLITS, CHUNK, STEP)
+    if PDL:
+        gdc_launch_dependents()
+    length = tl.load(lengths + row)
+    first, last, count = _split_bounds(length, split, SPLITS, CHUNK, STEP)
     if first >= last:
         return
     heads = group * BLOCK + tl.arange(0, BLOCK)
@@ -54,30 +58,42 @@ def multi_head(  # noqa: PLR0915
     inner = (heads[:, None] * D + dims[None, :])[:, None, None, :]
     inside = (dims < D)[None, None, None, :]
     table += row.to(tl.int64) * table_stride
+    older = tl.minimum(last, length - 1)
 
     tokens = first + lanes
-    rows = _locate(table, tokens, last, PAGE)
-    if PDL:
-        gdc_wait()
+    rows = _locate(table, tokens, older, PAGE)
     at = (rows * row_stride)[None, :, :, None] + inner
-    live = (tokens < last)[None]
+    live = (tokens < older)[None]
     k_tile = tl.load(k + at, mask=live[:, :, :, None] & inside, other=0.0)
     v_tile = tl.load(v + at, mask=live[:, :, :, None] & inside, other=0.0)
     if SCALED:
         scale_at = (rows * scale_stride)[None] + heads[:, None, None]
         k_code = tl.load(k_scale + scale_at, mask=live, other=0.0)
         v_code = tl.load(v_scale + scale_at, mask=live, other=0.0)
-    query = tl.load(q + row.to(tl.int64) * q_stride + inner, mask=inside, other=0.0).to(tl.float32) * scale_log2
-    rows = _locate(table, tokens + STEP, last, PAGE)
-
-    top = tl.full([BLOCK, LANES], LOWEST, tl.float32)
-    total = tl.zeros([BLOCK, LANES], tl.float32)
-    mixed = tl.zeros([BLOCK, LANES, DP], tl.float32)
-    for start in range(first, last, STEP):
+    rows = _locate(table, tokens + STEP, older, PAGE)
+    slot = tl.load(table + (length - 1) // PAGE).to(tl.int64) * PAGE + (length - 1) % PAGE
+    if PDL:
+        gdc_wait()
+    lane = tl.arange(0, LANES)[None, :, None, None]
+    spread = inner + lane * 0  # every lane its own copy, in the tile's layout
+    query = tl.load(q + row.to(tl.int64) * q_stride + spread, mask=inside, other=0.0).to(tl.float32) * scale_log2
+    begins = lane < tl.where(last == length, 1, 0)  # the first lane of the newest token's split
+    fresh = slot * row_stride + spread  # past the L1 cache, which may hold this line as it was before the wait
+    k_new = tl.load(k + fresh, mask=inside & begins, other=0.0, cache_modifier=".cg").to(tl.float32)
+    v_new = tl.load(v + fresh, mask=inside & begins, other=0.0, cache_modifier=".cg").to(tl.float32)
+    if SCALED:
+        coded = slot * scale_stride + heads[:, None, None, None] + lane * 0
+        k_new *= tl.load(k_scale + coded, mask=begins, other=0.0, cache_modifier=".cg").to(tl.float32)
+        v_new *= tl.load(v_scale + coded, mask=begins, other=0.0, cache_modifier=".cg").to(tl.float32)
+    begun = (tl.arange(0, LANES) < tl.where(last == length, 1, 0))[None, :]
+    top = tl.where(begun, tl.sum(tl.sum(k_new * query, 3), 2), LOWEST)
+    total = tl.where(begun, 1.0, tl.zeros([BLOCK, LANES], tl.float32))
+    mixed = tl.sum(v_new, 2)
+    for start in range(first, older, STEP):
         tokens = start + lanes
         k_now, v_now = k_tile, v_tile
         at = (rows * row_stride)[None, :, :, None] + inner
-        live = (tokens + STEP < last)[None]
+        live = (tokens + STEP < older)[None]
         k_tile = tl.load(k + at, mask=live[:, :, :, None] & inside, other=0.0)
         v_tile = tl.load(v + at, mask=live[:, :, :, None] & inside, other=0.0)
         scores = tl.sum(k_now.to(tl.float32) * query, 3)
@@ -87,8 +103,8 @@ def multi_head(  # noqa: PLR0915
             scale_at = (rows * scale_stride)[None] + heads[:, None, None]
             k_code = tl.load(k_scale + scale_at, mask=live, other=0.0)
             v_code = tl.load(v_scale + scale_at, mask=live, other=0.0)
-        rows = _locate(table, tokens + 2 * STEP, last, PAGE)
-        scores = tl.where((tokens < last)[None], scores, -float("inf"))
+        rows = _locate(table, tokens + 2 * STEP, older, PAGE)
+        scores = tl.where((tokens < older)[None], scores, -float("inf"))
         higher = tl.maximum(top, tl.max(scores, 2))
         weight = tl.exp2(scores - higher[:, :, None])
         fade = tl.exp2(top - higher)
@@ -97,8 +113,6 @@ def multi_head(  # noqa: PLR0915
             weight *= v_factor
         mixed = mixed * fade[:, :, None] + tl.sum(weight[:, :, :, None] * v_now.to(tl.float32), 2)
         top = higher
-    if PDL:
-        gdc_launch_dependents()
     peak = tl.max(top, 1)
     part = tl.exp2(top - peak[:, None])
     total = tl.sum(total * part, 1)
@@ -168,6 +182,8 @@ def grouped(  # noqa: PLR0915
     DV: tl.constexpr = D1 if SHARED else D
     HEADS: tl.constexpr = KEYS * GROUP
     block, row, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if PDL:
+        gdc_launch_dependents()
     first, last, count = _split_bounds(tl.load(lengths + row), split, SPLITS, CHUNK, STEP)
     if first >= last:
         return
@@ -220,8 +236,6 @@ def grouped(  # noqa: PLR0915
             values2 = tl.load(v + at + rest[None, :], mask=live[:, None], other=0.0).to(query.dtype)
             mixed2 = tl.dot(part, values2, mixed2 * fade[:, None], input_precision="ieee")
         top = higher
-    if PDL:
-        gdc_launch_dependents()
     place = row.to(tl.int64) * HEADS + heads
     if count > 1:
         mine = place * SPLITS + split
@@ -245,12 +259,13 @@ def combine(
 ):  # fmt: skip
     """What `grouped` left in parts: one program a head, for a single last block would read up to a megabyte alone."""
     head, row = tl.program_id(0), tl.program_id(1)
+    if PDL:
+        gdc_launch_dependents()
     _, _, count = _split_bounds(tl.load(lengths + row), 0, SPLITS, CHUNK, STEP)
     if count == 1:
         return
     if PDL:
         gdc_wait()
-        gdc_launch_dependents()
     place = row.to(tl.int64) * HEADS + head + tl.arange(0, 1)
     dims = tl.arange(0, DP)
     mixed, total = _merge(partials, stats, place, dims, count, D, DP, 1, SPLITS)
