@@ -41,8 +41,10 @@ def multi_head(  # noqa: PLR0915
 
     The tile is [BLOCK, LANES, DEPTH, D]: D, then the heads, then the lanes are spread over the threads, 16 bytes of D
     each (Triton takes the axes in this order), and DEPTH lies in each thread's registers. Every lane runs a softmax of
-    its own over its tokens; the lanes meet once, after the last step, so that the loop has no barrier. The newest token,
-    which this step's kernels wrote, begins the softmax of its split: all older ones are requested before that wait.
+    its own over its tokens; the lanes meet once, after the last step, so that the loop has no barrier.
+
+    The newest token, which the kernel before this one wrote, begins the softmax of its split: with PDL all older tokens
+    of the first step are requested before the wait for that kernel. They lie in the cache since earlier steps.
     """
     group, row, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     STEP: tl.constexpr = DEPTH * LANES
