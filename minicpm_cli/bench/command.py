@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from minicpm_cli.bench.rows import STEADY, Row, place
 from minicpm_cli.bench.shapes import raw_config
-from minicpm_cli.bench.speed import WORKLOADS, Runner, Workload, measure
+from minicpm_cli.bench.speed import HOSTS, WORKLOADS, Runner, Workload, host_ms, measure
 from minicpm_cli.bench.start import STARTS, measure_start
 from minicpm_cli.errors import UsageError
 from minicpm_cli.settings import LoadOptions, Settings
@@ -17,8 +17,10 @@ from minicpm_cli.settings import LoadOptions, Settings
 if TYPE_CHECKING:
     from minicpm_cli.bench.subject import Subject
 
-CHOICES = (*WORKLOADS, *STARTS)
-USUAL = tuple(WORKLOADS)
+KERNELS = "kernels"
+CHOICES = (*WORKLOADS, *STARTS, KERNELS)
+COLUMNS = (*WORKLOADS, *STARTS, *HOSTS)
+USUAL = tuple(name for name in WORKLOADS if name != "throughput")
 PEERS = ("transformers",)
 
 
@@ -26,7 +28,7 @@ PEERS = ("transformers",)
 class BenchOptions:
     """`shape` measures random weights in the place of the model of `load`; no `workloads` means the usual ones.
 
-    `against` repeats the workloads with another engine in the same process.
+    `against` repeats the workloads with another engine in the same process. `requests` shortens throughput.
     """
 
     load: LoadOptions
@@ -35,6 +37,7 @@ class BenchOptions:
     repeats: int = 3
     against: str | None = None
     json: bool = False
+    requests: int | None = None
 
     def checked(self) -> BenchOptions:
         """Itself. Raises UsageError before anything is loaded."""
@@ -43,26 +46,29 @@ class BenchOptions:
                 raise UsageError(f"no workload is called {name!r}; choose from: {', '.join(CHOICES)}")
         if self.against not in (None, *PEERS):
             raise UsageError(f"--against {self.against!r} is not known; choose from: {', '.join(PEERS)}")
-        if self.repeats < 1:
-            raise UsageError(f"--repeats is {self.repeats}; it must be at least 1")
+        for flag, count in (("--repeats", self.repeats), ("--requests", self.requests)):
+            if count is not None and count < 1:
+                raise UsageError(f"{flag} is {count}; it must be at least 1")
+        if self.requests and "throughput" not in self.workloads:
+            raise UsageError("--requests is for the workload throughput; name it too")
         if self.shape is not None:
             raw_config(self.shape)
-        if self.shape and set(self.workloads) & set(STARTS):
-            raise UsageError(f"{', '.join(STARTS)} time whole processes of a real model; give -m MODEL, not --shape")
         return self
 
     @property
     def speeds(self) -> list[Workload]:
-        return [WORKLOADS[name] for name in self.workloads or USUAL if name in WORKLOADS]
+        chosen = [WORKLOADS[name] for name in self.workloads or USUAL if name in WORKLOADS]
+        return [w.sized(self.requests) if w.name == "throughput" else w for w in chosen]
 
     @property
     def load_flags(self) -> list[str]:
         """What a process of its own must be told to load the model so."""
-        load, flags = self.load, list[str]()
-        if load.quantize:
-            flags += ["--quantize", load.quantize]
-        if load.gptq_format:
-            flags += ["--gptq-format", load.gptq_format]
+        load, flags = self.load, ["--device", self.load.device, "--dtype", self.load.dtype]
+        for name in ("quantize", "gptq_format", "ctx", "max_seqs"):
+            value = getattr(load, name)
+            flags += [f"--{name.replace('_', '-')}", str(value)] if value is not None else []
+        flags += ["--kv-dtype", load.kv_dtype] if load.kv_dtype != "auto" else []
+        flags += [] if load.graphs else ["--no-graphs"]
         return [*flags, "--head-bits", str(load.head_bits)]
 
     @property
@@ -95,7 +101,8 @@ def line(row: Row) -> str:
     """A row for reading: `decode  61.2 tok/s  (60.8 to 61.9, 3 runs)  demo Q4_1 minicpm-cli on CPU, 2 threads`."""
     spread = f"({min(row.runs):.4g} to {max(row.runs):.4g}, {len(row.runs)} runs)"
     what = f"{row.setting.model} {row.setting.scheme} {row.setting.engine} on {place(row.setting)}"
-    return f"{row.workload:<12}{row.value:>10.4g} {row.unit:<6} {spread:<28} {what}"
+    limit = f"{row.value / row.limit:.0%} of {row.limit:.4g}  " if row.limit else ""
+    return f"{row.workload:<12}{row.value:>10.4g} {row.unit:<6} {spread:<28} {limit}{what}"
 
 
 def _measure(options: BenchOptions, settings: Settings, err: TextIO) -> Iterator[Row]:
@@ -103,27 +110,44 @@ def _measure(options: BenchOptions, settings: Settings, err: TextIO) -> Iterator
 
     say = _Notes(err, settings.quiet)
     subject = open_subject(options.load, options.shape, settings)
-    for name in options.starts:
-        say(f"{name}: {STARTS[name][1]}")
-        yield Row(
-            subject.setting(), name, measure_start(name, options.load.model, options.repeats, options.load_flags), "s"
-        )
+    if options.starts:
+        yield from _starts(options, subject, say)
+    if KERNELS in options.workloads:
+        yield from _kernels(subject, say)
     if options.speeds:
         yield from _speeds("ours", options, subject, say)
         if options.against:
             yield from _speeds(options.against, options, subject, say)
 
 
+def _starts(options: BenchOptions, subject: Subject, say: _Notes) -> Iterator[Row]:
+    with subject.on_disk() as model:
+        for name in options.starts:
+            say(f"{name}: {STARTS[name][1]}")
+            yield Row(subject.setting(), name, measure_start(name, model, options.repeats, options.load_flags), "s")
+
+
+def _kernels(subject: Subject, say: _Notes) -> Iterator[Row]:
+    from minicpm_cli.bench.kernels import measure_kernels
+
+    say(f"{KERNELS}: operations one by one beside a copy and a matrix product")
+    setting = subject.setting()
+    for kernel in measure_kernels(subject.cfg, subject.device, subject.dtype, say):
+        yield Row(setting, kernel.name, kernel.rates, kernel.unit, kernel.limit)
+
+
 def _speeds(engine: str, options: BenchOptions, subject: Subject, say: _Notes) -> Iterator[Row]:
     """The rows of one engine; its model is freed at the end, before the next one is loaded."""
     say(f"loading {subject.name} for {engine}")
     ours = engine == "ours"
-    runner: Runner = subject.runner(options.speeds) if ours else subject.peer_runner()
+    runner: Runner = subject.runner() if ours else subject.peer_runner()
     setting = subject.setting() if ours else subject.peer_setting(engine)
     for workload in options.speeds:
         say(f"{workload.name}: {workload.help}")
         runs = measure(runner, workload, vocab=subject.cfg.vocab, repeats=options.repeats)
-        yield Row(setting, workload.name, runs, workload.unit)
+        yield Row(setting, workload.name, tuple(map(workload.rate, runs)), workload.unit)
+        if workload.host and all(run.host_seconds is not None for run in runs):
+            yield Row(setting, workload.host, tuple(map(host_ms, runs)), "ms")
 
 
 class _Notes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from minicpm_cli.errors import UsageError
 from minicpm_cli.model.config import ModelConfig
 from minicpm_cli.model.gguf import config_from_gguf, read_header
 from minicpm_cli.model.source import open_source
+from minicpm_cli.types import SamplingParams
 
 LLAMA_KEYS = (
     "hidden_size",
@@ -30,8 +31,12 @@ LLAMA_KEYS = (
 )
 
 
+AT_ONCE = 64  # sequences; more are done one such batch after the other
+Choose = Callable[[Tensor], Tensor]  # [B, V] -> [B, 1]
+
+
 class TransformersRunner:
-    """Greedy decoding by a plain loop over the model's own cache: less overhead than its `generate`."""
+    """A plain loop over the model's own cache: less overhead than its `generate`."""
 
     def __init__(self, model: Any, clock: Clock = time.perf_counter) -> None:
         self._model, self._clock = model, clock
@@ -39,28 +44,51 @@ class TransformersRunner:
         self._cache_name = "cache" if "cache" in names else "past_key_values"  # renamed within transformers 5
 
     @torch.inference_mode()
-    def run(self, prompts: list[tuple[int, ...]], new: int) -> Run:
+    def run(self, prompts: list[tuple[int, ...]], params: SamplingParams) -> Run:
         """All prompts have the same length, so nothing is padded."""
+        new, choose = params.max_tokens or 0, _chooser(params)
+        start, first = self._clock(), 0.0
+        for begin in range(0, len(prompts), AT_ONCE):
+            reached = self._run_batch(prompts[begin : begin + AT_ONCE], new, choose)
+            first = first or reached - start
+        return Run(sum(map(len, prompts)), len(prompts) * new, first, self._clock() - start)
+
+    def _run_batch(self, prompts: list[tuple[int, ...]], new: int, choose: Choose) -> float:
+        """When the first token was there."""
         from transformers import DynamicCache
 
         cache = DynamicCache(config=self._model.config)
-        ids = torch.tensor(prompts, device=self._model.device)
-        start = self._clock()
-        token = self._step(ids, cache)
-        first = self._clock() - start
+        token = self._step(torch.tensor(prompts, device=self._model.device), cache, choose)
+        first = self._clock()
         for _ in range(new - 1):
-            token = self._step(token, cache)
-        return Run(ids.numel(), len(prompts) * new, first, self._clock() - start)
+            token = self._step(token, cache, choose)
+        return first
 
     def _step(
         self,
         ids: Tensor,  # [B, T]
         cache: Any,
+        choose: Choose,
     ) -> Tensor:  # [B, 1]
         logits = self._model(ids, use_cache=True, logits_to_keep=1, **{self._cache_name: cache}).logits
-        token: Tensor = logits[:, -1].argmax(-1, keepdim=True)
+        token = choose(logits[:, -1])
         token.tolist()  # the host needs each token, as it does in any engine that streams
         return token
+
+
+def _chooser(params: SamplingParams) -> Choose:
+    """The likeliest token, or one drawn as transformers' own `generate` draws it."""
+    if params.temperature == 0:
+        return lambda logits: logits.argmax(-1, keepdim=True)
+    from transformers import TemperatureLogitsWarper, TopPLogitsWarper
+
+    warm, cut = TemperatureLogitsWarper(params.temperature), TopPLogitsWarper(params.top_p)
+    nothing = torch.empty(0, dtype=torch.int64)  # in the place of the ids, which they do not look at
+
+    def choose(logits: Tensor) -> Tensor:
+        return torch.multinomial(cut(nothing, warm(nothing, logits.float())).softmax(-1), 1)
+
+    return choose
 
 
 def load_peer(path: Path, device: torch.device, dtype: torch.dtype) -> Any:

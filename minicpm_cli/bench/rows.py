@@ -31,12 +31,13 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The median of `runs` repetitions of one workload."""
+    """The median of `runs` repetitions of one workload; `limit` is what the machine allows, where that was measured."""
 
     setting: Setting
     workload: str
     runs: tuple[float, ...]
     unit: str
+    limit: float | None = None
 
     @property
     def value(self) -> float:
@@ -48,10 +49,10 @@ class Row:
         return (max(self.runs) - min(self.runs)) / self.value
 
     def to_json(self) -> str:
-        measured = {"workload": self.workload, "value": _rounded(self.value), "unit": self.unit}
-        return json.dumps(
-            asdict(self.setting) | measured | {"runs": [_rounded(r) for r in self.runs]}, ensure_ascii=False
-        )
+        measured: dict[str, Any] = {"workload": self.workload, "value": _rounded(self.value), "unit": self.unit}
+        measured["runs"] = [_rounded(r) for r in self.runs]
+        limit = {} if self.limit is None else {"limit": _rounded(self.limit)}
+        return json.dumps(asdict(self.setting) | measured | limit, ensure_ascii=False)
 
     @classmethod
     def from_json(cls, line: str) -> Row:
@@ -59,7 +60,7 @@ class Row:
         try:
             record: dict[str, Any] = json.loads(line)
             setting = Setting(**{f.name: record[f.name] for f in fields(Setting)})
-            return cls(setting, record["workload"], tuple(record["runs"]), record["unit"])
+            return cls(setting, record["workload"], tuple(record["runs"]), record["unit"], record.get("limit"))
         except (ValueError, KeyError, TypeError) as error:
             raise FileError(f"not a row of `minicpm bench --json`: {line[:80]!r} ({error})") from error
 
@@ -91,17 +92,54 @@ def place(setting: Setting) -> str:
 
 
 def markdown_table(rows: Sequence[Row], workloads: Sequence[str]) -> str:
-    """One line per device, model, scheme, engine, versions and date; one column per workload that has a value."""
+    """One line per model, scheme and engine, grouped by where it was measured; a column per workload with a value.
+
+    Versions and date are named once a group, in a line above its table.
+    """
     units = {row.workload: row.unit for row in rows}
     columns = [w for w in workloads if w in units]
+    parts = [
+        f"{where}:\n\n" + _table(own, [w for w in columns if any(row.workload == w for row in own)], units)
+        for where, own in _by_place([row for row in latest(rows) if row.workload in columns])
+    ]
+    return "\n\n".join(parts)
+
+
+def kernel_table(rows: Sequence[Row]) -> str:
+    """One line per operation that has a limit to stand beside."""
+    parts = []
+    for where, own in _by_place([row for row in latest(rows) if row.limit is not None]):
+        table = [["sizes of", "operation", "rate", "limit", "part of it"], [":--", ":--", "--:", "--:", "--:"]]
+        for row in own:
+            assert row.limit is not None
+            cells = [row.setting.model, row.workload, f"{_cell(row)} {row.unit}", f"{_rounded(row.limit):,g}"]
+            table.append([*cells, f"{row.value / row.limit:.0%}"])
+        parts.append(f"{where}:\n\n{_lines(table)}")
+    return "\n\n".join(parts)
+
+
+def _by_place(rows: Iterable[Row]) -> list[tuple[str, list[Row]]]:
+    """Rows by device, versions and date, as a line to put above them."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        setting = row.setting
+        where = f"{place(setting)}, {setting.date}: {versions_text(setting)}"
+        groups.setdefault(where, []).append(row)
+    return list(groups.items())
+
+
+def _table(rows: Sequence[Row], columns: Sequence[str], units: Mapping[str, str]) -> str:
     lines: dict[tuple[str, ...], dict[str, str]] = {}
-    for row in latest(rows):
-        key = (*_line_key(row.setting), versions_text(row.setting), row.setting.date)
-        lines.setdefault(key, {})[row.workload] = _cell(row)
-    head = ["device", "model", "scheme", "engine", *(f"{w} ({units[w]})" for w in columns), "versions", "date"]
-    table = [head, [":--"] * 4 + ["--:"] * len(columns) + [":--"] * 2]
-    for (*what, versions, date), values in lines.items():
-        table.append([*what, *(values.get(w, "") for w in columns), versions, date])
+    for row in rows:
+        setting = row.setting
+        lines.setdefault((setting.model, setting.scheme, setting.engine), {})[row.workload] = _cell(row)
+    table = [["model", "scheme", "engine", *(f"{w} ({units[w]})" for w in columns)]]
+    table.append([":--"] * 3 + ["--:"] * len(columns))
+    table += [[*what, *(values.get(w, "") for w in columns)] for what, values in lines.items()]
+    return _lines(table)
+
+
+def _lines(table: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in table)
 
 

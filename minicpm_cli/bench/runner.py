@@ -8,12 +8,15 @@ from typing import Protocol
 
 from minicpm_cli.bench.speed import Clock, Run
 from minicpm_cli.engine.sequence import EngineRequest, TokenEvent
+from minicpm_cli.engine.stats import Stats
 from minicpm_cli.errors import MinicpmError
 from minicpm_cli.types import SamplingParams
 
 
 class Generates(Protocol):
     """What is needed of an Engine."""
+
+    stats: Stats
 
     def generate(self, source: Iterable[EngineRequest | None]) -> Iterator[TokenEvent]: ...
 
@@ -24,21 +27,28 @@ class EngineRunner:
     def __init__(self, engine: Generates, clock: Clock = time.perf_counter) -> None:
         self._engine, self._clock = engine, clock
 
-    def run(self, prompts: list[tuple[int, ...]], new: int) -> Run:
+    def run(self, prompts: list[tuple[int, ...]], params: SamplingParams) -> Run:
+        steps, host = self._worked()
         start = self._clock()
         first, count = 0.0, 0
-        for event in self._engine.generate(_requests(prompts, new)):
+        for event in self._engine.generate(_requests(prompts, params)):
             if event.error is not None:
                 raise event.error
             count += event.token is not None
             first = first or self._clock() - start
         total = self._clock() - start
-        if count != len(prompts) * new:
-            raise MinicpmError(f"the engine gave {count} tokens instead of {len(prompts) * new}; not measured")
-        return Run(sum(map(len, prompts)), count, first, total)
+        expected = len(prompts) * (params.max_tokens or 0)
+        if count != expected:
+            raise MinicpmError(f"the engine gave {count} tokens instead of {expected}; not measured")
+        more_steps, more_host = self._worked()
+        worked = more_host - host if host is not None and more_host is not None else None
+        return Run(sum(map(len, prompts)), count, first, total, more_steps - steps, worked)
+
+    def _worked(self) -> tuple[int, float | None]:
+        stats = self._engine.stats
+        return stats.steps, getattr(stats, "host_seconds", None)
 
 
-def _requests(prompts: list[tuple[int, ...]], new: int) -> Iterator[EngineRequest]:
-    params = SamplingParams(temperature=0.0, max_tokens=new)
+def _requests(prompts: list[tuple[int, ...]], params: SamplingParams) -> Iterator[EngineRequest]:
     for number, prompt in enumerate(prompts):
-        yield EngineRequest(id=str(number), prompt=prompt, params=params, seed=0, eos_ids=frozenset())
+        yield EngineRequest(id=str(number), prompt=prompt, params=params, seed=number, eos_ids=frozenset())

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Protocol
+
+from minicpm_cli.types import SamplingParams
 
 Clock = Callable[[], float]
 WARM_UPS = 2  # after one, the first run counted was still the slowest of a GPU's
@@ -13,33 +16,56 @@ WARM_UPS = 2  # after one, the first run counted was still the slowest of a GPU'
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One repetition. Seconds count from the moment the prompts were handed over."""
+    """One repetition. Seconds count from the moment the prompts were handed over.
+
+    `host_seconds` are those of all `steps` in which the host worked rather than waited; None where nobody counts them.
+    """
 
     prompt_tokens: int
     new_tokens: int
     first_seconds: float
     total_seconds: float
+    steps: int = 0
+    host_seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """`batch` sequences of `prompt` tokens, each continued greedily by `new` tokens whatever they are."""
+    """`batch` sequences of `prompt` tokens, each continued by `new` tokens whatever they are.
+
+    `most` limits the repetitions that count, `warm` the sequences of those that do not; `host` names the row that the
+    host's time makes.
+    """
 
     name: str
     batch: int
     prompt: int
     new: int
     rate: Callable[[Run], float]
+    unit: str
     help: str
+    temperature: float = 0.0
+    top_p: float = 1.0
+    most: int | None = None
+    warm: int | None = None
+    warm_ups: int = WARM_UPS
+    host: str | None = None
 
     @property
-    def unit(self) -> str:
-        return "tok/s"
+    def params(self) -> SamplingParams:
+        return SamplingParams(temperature=self.temperature, top_p=self.top_p, max_tokens=self.new)
 
-    def prompts(self, seed: int, vocab: int) -> list[tuple[int, ...]]:
-        """Random token ids: another seed shares no prefix."""
+    def prompts(self, seed: int, vocab: int, count: int | None = None) -> list[tuple[int, ...]]:
+        """Random token ids: another seed shares no prefix. The first `count` alone, if it is given."""
         draw = random.Random(seed)
-        return [tuple(draw.randrange(vocab) for _ in range(self.prompt)) for _ in range(self.batch)]
+        return [tuple(draw.choices(range(vocab), k=self.prompt)) for _ in range(min(self.batch, count or self.batch))]
+
+    def sized(self, requests: int | None) -> Workload:
+        """With another number of sequences, which makes it another workload."""
+        if requests in (None, self.batch):
+            return self
+        assert requests is not None
+        return replace(self, name=f"{self.name}-{requests}", batch=requests)
 
 
 def decode_rate(run: Run) -> float:
@@ -47,33 +73,52 @@ def decode_rate(run: Run) -> float:
     return (run.new_tokens - 1) / (run.total_seconds - run.first_seconds)
 
 
-def prefill_rate(run: Run) -> float:
-    """Prompt tokens a second up to the first new token."""
-    return run.prompt_tokens / run.first_seconds
-
-
 def output_rate(run: Run) -> float:
     """New tokens of all sequences a second, their prompts' time included."""
     return run.new_tokens / run.total_seconds
 
 
+def first_ms(run: Run) -> float:
+    """Milliseconds until the first token."""
+    return 1e3 * run.first_seconds
+
+
+def host_ms(run: Run) -> float:
+    """Milliseconds of the host's work a step."""
+    assert run.host_seconds is not None
+    return 1e3 * run.host_seconds / run.steps
+
+
+RATE, MS = "tok/s", "ms"
 _ALL = (
-    Workload("decode", 1, 128, 256, decode_rate, "one sequence, 128 tokens continued by 256"),
-    Workload("decode-long", 1, 2048, 256, decode_rate, "one sequence, 2048 tokens continued by 256"),
-    Workload("prefill", 1, 512, 1, prefill_rate, "one prompt of 512 tokens until its first new token"),
-    Workload("batch16", 16, 128, 128, output_rate, "16 sequences at once, 128 tokens continued by 128"),
-    Workload("batch64", 64, 128, 128, output_rate, "64 sequences at once, 128 tokens continued by 128"),
-)
-WORKLOADS: Mapping[str, Workload] = {workload.name: workload for workload in _ALL}
+    Workload("decode", 1, 128, 256, decode_rate, RATE, "one sequence, 128 tokens continued by 256", host="host1"),
+    Workload("decode-long", 1, 2048, 256, decode_rate, RATE, "one sequence, 2048 tokens continued by 256"),
+    Workload("ttft128", 1, 128, 1, first_ms, MS, "a prompt of 128 tokens until its first new token"),
+    Workload("ttft2048", 1, 2048, 1, first_ms, MS, "a prompt of 2048 tokens until its first new token"),
+    Workload("batch16", 16, 512, 128, output_rate, RATE, "16 sequences at once, 512 tokens continued by 128"),
+    Workload(
+        "batch64", 64, 512, 128, output_rate, RATE, "64 sequences at once, 512 tokens continued by 128", host="host64"
+    ),
+    Workload(
+        "throughput", 1024, 512, 256, output_rate, RATE, "1024 requests, 512 tokens continued by 256 that are drawn",
+        temperature=0.8, top_p=0.8, most=1, warm=128, warm_ups=1,
+    ),
+)  # fmt: skip
+WORKLOADS: Mapping[str, Workload] = MappingProxyType({workload.name: workload for workload in _ALL})
+HOSTS = tuple(workload.host for workload in _ALL if workload.host)
 
 
 class Runner(Protocol):
     """Whatever can continue token ids: our engine, or another one in the same process."""
 
-    def run(self, prompts: list[tuple[int, ...]], new: int) -> Run: ...
+    def run(self, prompts: list[tuple[int, ...]], params: SamplingParams) -> Run:
+        """Each prompt continued by `params.max_tokens` tokens."""
+        ...
 
 
-def measure(runner: Runner, workload: Workload, *, vocab: int, repeats: int) -> tuple[float, ...]:
-    """The rate of each of `repeats` runs, after those that warm up and do not count."""
-    runs = [runner.run(workload.prompts(seed, vocab), workload.new) for seed in range(WARM_UPS + repeats)]
-    return tuple(workload.rate(run) for run in runs[WARM_UPS:])
+def measure(runner: Runner, workload: Workload, *, vocab: int, repeats: int) -> list[Run]:
+    """`repeats` runs, after those that warm up and do not count."""
+    for seed in range(workload.warm_ups):
+        runner.run(workload.prompts(seed, vocab, workload.warm), workload.params)
+    seeds = range(workload.warm_ups, workload.warm_ups + min(repeats, workload.most or repeats))
+    return [runner.run(workload.prompts(seed, vocab), workload.params) for seed in seeds]

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 from minicpm_cli.errors import MinicpmError
 
@@ -25,9 +26,11 @@ def seconds_to_first_text(model: str, flags: Sequence[str] = (), command: Sequen
     start = time.perf_counter()
     process = subprocess.Popen(arguments, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None
-    process.stdout.read(1)
+    answered = process.stdout.read(1)
     seconds = time.perf_counter() - start
     _checked(process)
+    if not answered:
+        raise MinicpmError(f"{' '.join(arguments)} gave no answer; its start is not measured")
     return seconds
 
 
@@ -38,13 +41,15 @@ def _checked(process: subprocess.Popen[bytes]) -> None:
         raise MinicpmError(f"{' '.join(map(str, process.args))} ended with {process.returncode}: {last}")  # type: ignore[arg-type]
 
 
-STARTS: Mapping[str, tuple[Callable[[str, Sequence[str]], float], str]] = {
-    "help": (lambda model, flags: seconds_to_help(), "`minicpm --help`, the whole process"),
-    "start": (seconds_to_first_text, "`minicpm run`, from the start of the process to the first byte of the answer"),
-}
+STARTS: Mapping[str, tuple[Callable[[str, Sequence[str]], float], str]] = MappingProxyType(
+    {
+        "help": (lambda model, flags: seconds_to_help(), "`minicpm --help`, the whole process"),
+        "load": (seconds_to_first_text, "`minicpm run`, from the start of the process to the first byte of the answer"),
+    }
+)
 
 
 def measure_start(name: str, model: str, repeats: int, flags: Sequence[str] = ()) -> tuple[float, ...]:
-    """Seconds of each of `repeats` runs, after one that warms the disk cache."""
+    """Seconds of each of `repeats` runs, after one that warms the disk cache and compiles what is compiled once."""
     once, _ = STARTS[name]
     return tuple(once(model, flags) for _ in range(repeats + 1))[1:]

@@ -1,48 +1,77 @@
-"""What is measured: a model from disk or a shape with random weights, run by our engine on token ids alone."""
+"""What is measured: a model from disk or a shape with random weights, opened as chat and batch open theirs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 
 from minicpm_cli.bench import machine, peer
+from minicpm_cli.bench.folder import write_folder
 from minicpm_cli.bench.rows import Setting
 from minicpm_cli.bench.runner import EngineRunner
 from minicpm_cli.bench.shapes import raw_config
-from minicpm_cli.bench.speed import Workload
 from minicpm_cli.bench.weights import RandomSource
-from minicpm_cli.engine.engine import Engine, EngineConfig
 from minicpm_cli.hub import resolve
 from minicpm_cli.llm.checkpoint import Checkpoint
 from minicpm_cli.llm.device import choose_device, choose_dtype, dtype_name
+from minicpm_cli.llm.opening import open_engine, plan_engine
 from minicpm_cli.model.config import ModelConfig
 from minicpm_cli.model.decoder import Decoder
-from minicpm_cli.model.kv import KVCache
-from minicpm_cli.model.load_scheme import AS_STORED, LoadScheme
+from minicpm_cli.model.load_scheme import AS_STORED, LoadScheme, weight_bytes
 from minicpm_cli.model.loader import build_decoder
 from minicpm_cli.settings import LoadOptions, Settings
 
-PAGE = 16
-BATCH_TOKENS = 2048
+
+@dataclass(frozen=True, slots=True)
+class RandomCheckpoint:
+    """A shape in the place of a `Checkpoint`: the weights are drawn where they are needed."""
+
+    shape: str
+    cfg: ModelConfig
+    load: LoadScheme = AS_STORED
+
+    @classmethod
+    def of(cls, shape: str, options: LoadOptions) -> RandomCheckpoint:
+        return cls(shape, ModelConfig.from_hf(raw_config(shape)), LoadScheme.of(options.quantize, options.head_bits))
+
+    def weight_bytes(self, itemsize: int, *, cpu: bool = False) -> int:
+        return weight_bytes(self.cfg, itemsize, self.load.matrix, cpu=cpu)
+
+    def scheme(self, plain: str) -> str:
+        return self.load.name(self.cfg, plain)
+
+    def decoder(
+        self, device: torch.device, dtype: torch.dtype, on_progress: Callable[[int, int], None] | None = None
+    ) -> Decoder:
+        source = RandomSource(self.cfg, device=device, dtype=dtype)
+        return build_decoder(source, self.cfg, device, dtype, on_progress, scheme=self.load)
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A model that is known but not loaded: a `checkpoint`, or the shape `name` with random weights."""
+    """A model that is known but not loaded."""
 
     name: str
-    cfg: ModelConfig
-    checkpoint: Checkpoint | None
+    checkpoint: Checkpoint | RandomCheckpoint
+    options: LoadOptions
     device: torch.device
     dtype: torch.dtype
-    load: LoadScheme = AS_STORED
+
+    @property
+    def cfg(self) -> ModelConfig:
+        return self.checkpoint.cfg
 
     @property
     def scheme(self) -> str:
-        plain = dtype_name(self.dtype)
-        return self.checkpoint.scheme(plain) if self.checkpoint else self.load.name(self.cfg, plain)
+        """Weights, and what of the options changes the numbers."""
+        cache = [f"{self.options.kv_dtype} KV"] if self.options.kv_dtype != "auto" else []
+        eager = [] if self.options.graphs else ["no graphs"]
+        return ", ".join([self.checkpoint.scheme(dtype_name(self.dtype)), *cache, *eager])
 
     def setting(self) -> Setting:
         return machine.setting_for(self.device, self.name, self.scheme)
@@ -51,21 +80,28 @@ class Subject:
         """Of an engine that runs dequantized weights."""
         return machine.setting_for(self.device, self.name, dtype_name(self.dtype), engine)
 
-    def runner(self, workloads: Sequence[Workload]) -> EngineRunner:
-        """Loads the weights."""
-        return EngineRunner(engine_for(self._decoder(), workloads))
+    def runner(self) -> EngineRunner:
+        """Loads the weights, with the seats and the cache that chat and batch would get."""
+        plan = plan_engine(self.options, self.checkpoint, self.device, self.dtype)
+        fitted = replace(self.checkpoint, cfg=self.cfg.with_context(plan.context))
+        opened = open_engine(plan, fitted, self.device, self.dtype, kv_dtype=self.options.kv_dtype)
+        return EngineRunner(opened.engine)
 
     def peer_runner(self) -> peer.TransformersRunner:
         """Loads the same model in transformers."""
-        if self.checkpoint is None:
+        if isinstance(self.checkpoint, RandomCheckpoint):
             return peer.TransformersRunner(peer.random_peer(raw_config(self.name), self.device, self.dtype))
         return peer.TransformersRunner(peer.load_peer(self.checkpoint.path, self.device, self.dtype))
 
-    def _decoder(self) -> Decoder:
-        if self.checkpoint is None:
-            source = RandomSource(self.cfg, device=self.device, dtype=self.dtype)
-            return build_decoder(source, self.cfg, self.device, self.dtype, scheme=self.load)
-        return self.checkpoint.decoder(self.device, self.dtype)
+    @contextmanager
+    def on_disk(self) -> Iterator[str]:
+        """What -m takes: the model itself, or a folder that lasts as long as the context."""
+        if isinstance(self.checkpoint, Checkpoint):
+            yield self.name
+            return
+        with TemporaryDirectory(prefix="minicpm-bench-") as folder:
+            write_folder(Path(folder), self.name, self.device)
+            yield folder
 
 
 def open_subject(load: LoadOptions, shape: str | None, settings: Settings) -> Subject:
@@ -73,23 +109,6 @@ def open_subject(load: LoadOptions, shape: str | None, settings: Settings) -> Su
     device = choose_device(load.device)
     dtype = choose_dtype(load.dtype, device)
     if shape is not None:
-        cfg, scheme = ModelConfig.from_hf(raw_config(shape)), LoadScheme.of(load.quantize, load.head_bits)
-        return Subject(shape, cfg, None, device, dtype, scheme)
+        return Subject(shape, RandomCheckpoint.of(shape, load), load, device, dtype)
     checkpoint = Checkpoint.read(resolve(load.model, settings).path).with_options(load)
-    return Subject(load.model, checkpoint.cfg, checkpoint, device, dtype)
-
-
-def engine_for(decoder: Decoder, workloads: Sequence[Workload]) -> Engine:
-    """An engine with a seat for each sequence of the largest workload, and pages for all of their tokens."""
-    tokens = max(w.prompt + w.new for w in workloads)
-    pages = 1 + max(w.batch * (-(-(w.prompt + w.new) // PAGE) + 1) for w in workloads)
-    config = EngineConfig(
-        page_size=PAGE,
-        pages=pages,
-        max_seqs=max(w.batch for w in workloads),
-        max_batch_tokens=BATCH_TOKENS,
-        context=tokens,
-        prefix_cache=False,
-    )
-    kv = KVCache.allocate(decoder.cfg, pages, PAGE, decoder.device, decoder.dtype)
-    return Engine(decoder, kv, config)
+    return Subject(load.model, checkpoint, load, device, dtype)

@@ -11,7 +11,8 @@ from minicpm_cli.cli.runtime import Invocation
 
 _EXAMPLES = examples(
     "minicpm bench -m demo",
-    "minicpm bench --shape minicpm4-0.5b decode prefill --json",
+    "minicpm bench --shape minicpm4-0.5b decode ttft2048 --json",
+    "minicpm bench --shape minicpm-2b throughput --quantize w4 --head-bits 8 --requests 256",
     "minicpm bench -m demo decode --against transformers",
 )
 
@@ -32,6 +33,9 @@ def bench(
     against: Annotated[
         str | None, typer.Option(help="Measure another engine too: transformers.", metavar="ENGINE")
     ] = None,
+    requests: Annotated[
+        int | None, typer.Option(help="Of throughput, in the place of 1024.", metavar="N", show_default=False)
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON record a row.")] = False,
     flags: Flags,
 ) -> None:
@@ -40,5 +44,5 @@ def bench(
 
     invocation: Invocation = context.obj
     settings = invocation.configure(flags)
-    options = BenchOptions(settings.options, shape, tuple(workloads or ()), repeats, against, as_json)
+    options = BenchOptions(settings.options, shape, tuple(workloads or ()), repeats, against, as_json, requests)
     run_bench(options, settings, invocation.terminal.out, invocation.terminal.err)

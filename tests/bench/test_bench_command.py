@@ -13,6 +13,7 @@ from minicpm_cli.bench.rows import Row, Setting, read_rows
 from minicpm_cli.bench.speed import Run
 from minicpm_cli.errors import UsageError
 from minicpm_cli.settings import LoadOptions, Settings
+from minicpm_cli.types import SamplingParams
 
 
 @pytest.mark.parametrize(
@@ -21,7 +22,8 @@ from minicpm_cli.settings import LoadOptions, Settings
         ({"workloads": ("decode", "fast")}, "no workload is called 'fast'; choose from: decode, decode-long"),
         ({"against": "vllm"}, "choose from: transformers"),
         ({"repeats": 0}, "--repeats is 0"),
-        ({"shape": "minicpm5-1b", "workloads": ("start",)}, "give -m MODEL"),
+        ({"requests": 0, "workloads": ("throughput",)}, "--requests is 0"),
+        ({"requests": 8}, "--requests is for the workload throughput"),
         ({"shape": "gpt-2"}, "choose one of: minicpm-2b"),
     ],
 )
@@ -32,14 +34,28 @@ def test_what_cannot_work_is_refused(options: dict[str, object], message: str) -
 
 def test_the_usual_workloads_are_the_speeds() -> None:
     options = BenchOptions(LoadOptions()).checked()
-    assert [w.name for w in options.speeds] == ["decode", "decode-long", "prefill", "batch16", "batch64"]
+    usual = ["decode", "decode-long", "ttft128", "ttft2048", "batch16", "batch64"]
+    assert [w.name for w in options.speeds] == usual
     assert options.starts == []
 
 
+def test_a_shortened_throughput_is_named_so() -> None:
+    (whole,) = BenchOptions(LoadOptions(), workloads=("throughput",)).checked().speeds
+    (short,) = BenchOptions(LoadOptions(), workloads=("throughput",), requests=8).checked().speeds
+    assert (whole.name, whole.batch) == ("throughput", 1024)
+    assert (short.name, short.batch) == ("throughput-8", 8)
+
+
+def test_a_process_of_its_own_loads_as_asked() -> None:
+    load = LoadOptions(quantize="w4", head_bits=8, kv_dtype="fp8", graphs=False, max_seqs=7)
+    expected = "--device auto --dtype auto --quantize w4 --max-seqs 7 --kv-dtype fp8 --no-graphs --head-bits 8"
+    assert " ".join(BenchOptions(load).load_flags) == expected
+
+
 def test_starts_and_speeds_are_told_apart() -> None:
-    options = BenchOptions(LoadOptions(), workloads=("help", "decode", "start")).checked()
+    options = BenchOptions(LoadOptions(), workloads=("help", "decode", "load")).checked()
     assert [w.name for w in options.speeds] == ["decode"]
-    assert options.starts == ["help", "start"]
+    assert options.starts == ["help", "load"]
 
 
 SETTING = Setting("Some CPU", 2, None, {}, None, "2026-11-30", "demo", "Q4_1")
@@ -54,6 +70,7 @@ class Fixed:
     """A subject whose engines take given seconds, run by run."""
 
     name, cfg = "demo", SimpleNamespace(vocab=100)
+    host: float | None = None
 
     def __init__(self, *seconds: float) -> None:
         self.seconds = seconds
@@ -64,14 +81,14 @@ class Fixed:
     def peer_setting(self, engine: str) -> Setting:
         return replace(SETTING, engine=engine)
 
-    def runner(self, workloads: object = None) -> Fixed:
+    def runner(self) -> Fixed:
         self.left = iter(self.seconds)
         return self
 
     peer_runner = runner
 
-    def run(self, prompts: list[tuple[int, ...]], new: int) -> Run:
-        return Run(len(prompts[0]), new, next(self.left), 100.0)
+    def run(self, prompts: list[tuple[int, ...]], params: SamplingParams) -> Run:
+        return Run(len(prompts[0]), params.max_tokens or 0, next(self.left), 100.0, 10, self.host)
 
 
 def run(monkeypatch: pytest.MonkeyPatch, subject: Fixed, options: BenchOptions) -> tuple[str, str]:
@@ -82,14 +99,25 @@ def run(monkeypatch: pytest.MonkeyPatch, subject: Fixed, options: BenchOptions) 
 
 
 def test_both_engines_give_rows_of_json(monkeypatch: pytest.MonkeyPatch) -> None:
-    options = BenchOptions(LoadOptions(), workloads=("prefill",), against="transformers", json=True)
+    options = BenchOptions(LoadOptions(), workloads=("ttft128",), against="transformers", json=True)
     out, err = run(monkeypatch, Fixed(9.0, 9.0, 2.0, 2.0, 2.0), options)
     rows = read_rows(out)
-    assert [(row.setting.engine, row.value) for row in rows] == [("minicpm-cli", 256.0), ("transformers", 256.0)]
+    assert [(row.setting.engine, row.value) for row in rows] == [("minicpm-cli", 2000.0), ("transformers", 2000.0)]
     assert "differ" not in err
 
 
+def test_the_hosts_time_is_a_row_where_it_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    subject, options = Fixed(*[1.0] * 5), BenchOptions(LoadOptions(), workloads=("decode",), json=True)
+    subject.host = 0.02
+    rows = read_rows(run(monkeypatch, subject, options)[0])
+    assert [(row.workload, row.value, row.unit) for row in rows] == [("decode", 2.576, "tok/s"), ("host1", 2.0, "ms")]
+
+
+def test_a_limit_stands_beside_the_value() -> None:
+    assert "50% of 4000" in line(Row(SETTING, "norm", (2000.0,), "GB/s", 4000.0))
+
+
 def test_unsteady_runs_are_said_on_stderr(monkeypatch: pytest.MonkeyPatch) -> None:
-    out, err = run(monkeypatch, Fixed(9.0, 9.0, 2.0, 2.0, 4.0), BenchOptions(LoadOptions(), workloads=("prefill",)))
-    assert "prefill: the runs differ by 50%" in err
+    out, err = run(monkeypatch, Fixed(9.0, 9.0, 2.0, 2.0, 4.0), BenchOptions(LoadOptions(), workloads=("ttft128",)))
+    assert "ttft128: the runs differ by 100%" in err
     assert "differ" not in out

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from minicpm_cli.bench import peer
 from minicpm_cli.bench.peer import TransformersRunner, random_peer
 from minicpm_cli.bench.shapes import SHAPES, raw_config
 from minicpm_cli.errors import UsageError
+from minicpm_cli.types import SamplingParams
 
 CPU, FP32 = torch.device("cpu"), torch.float32
 TINY = dict(SHAPES["minicpm5-1b"]) | {
@@ -27,8 +29,8 @@ class Recorder(TransformersRunner):
         super().__init__(model, clock=lambda: float(next(ticks)))
         self.tokens: list[list[int]] = []
 
-    def _step(self, ids: torch.Tensor, cache: object) -> torch.Tensor:
-        token = super()._step(ids, cache)
+    def _step(self, ids: torch.Tensor, cache: object, choose: peer.Choose) -> torch.Tensor:
+        token = super()._step(ids, cache, choose)
         self.tokens.append(token[:, 0].tolist())
         return token
 
@@ -38,10 +40,22 @@ def test_the_loop_gives_the_tokens_of_generate() -> None:
     model = random_peer(TINY, CPU, FP32)
     runner = Recorder(model)
     prompts = [(1, 2, 3, 4), (5, 6, 7, 8)]
-    run = runner.run(prompts, 6)
+    run = runner.run(prompts, SamplingParams(temperature=0.0, max_tokens=6))
     expected = model.generate(torch.tensor(prompts), max_new_tokens=6, do_sample=False, eos_token_id=None)
     assert [list(column) for column in zip(*runner.tokens, strict=True)] == expected[:, 4:].tolist()
     assert (run.prompt_tokens, run.new_tokens, run.first_seconds, run.total_seconds) == (8, 12, 1.0, 2.0)
+
+
+def test_more_prompts_than_one_batch_holds_are_drawn_batch_by_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    monkeypatch.setattr(peer, "AT_ONCE", 2)
+    runner = Recorder(random_peer(TINY, CPU, FP32))
+    run = runner.run([(1, 2), (3, 4), (5, 6)], SamplingParams(temperature=0.8, top_p=1e-6, max_tokens=2))
+    assert [len(tokens) for tokens in runner.tokens] == [2, 2, 1, 1]
+    assert (run.new_tokens, run.first_seconds) == (6, 1.0)
+    likeliest = Recorder(runner._model)
+    likeliest.run([(1, 2), (3, 4), (5, 6)], SamplingParams(temperature=0.0, max_tokens=2))
+    assert runner.tokens == likeliest.tokens, "a top-p of nothing leaves the likeliest"
 
 
 def test_the_peer_has_the_sizes_of_the_shape() -> None:

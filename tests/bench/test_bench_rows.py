@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from minicpm_cli.bench import machine
-from minicpm_cli.bench.rows import Row, Setting, latest, markdown_table, read_rows
+from minicpm_cli.bench.rows import Row, Setting, kernel_table, latest, markdown_table, read_rows
 from minicpm_cli.errors import FileError
 
 CPU = Setting(
@@ -58,15 +58,39 @@ def test_the_newest_row_of_a_workload_counts() -> None:
     assert latest([old, row(GPU, "decode", 9.0), new]) == [new, row(GPU, "decode", 9.0)]
 
 
-def test_the_table_has_a_line_for_each_setting_and_a_column_for_each_workload() -> None:
-    rows = [row(CPU, "prefill", 1234.5), row(CPU, "decode", 20.0, 21.0, 19.5), row(GPU, "decode", 987654.0)]
-    assert markdown_table(rows, ["decode", "unmeasured", "prefill"]).split("\n") == [
-        "| device | model | scheme | engine | decode (tok/s) | prefill (tok/s) | versions | date |",
-        "| :-- | :-- | :-- | :-- | --: | --: | :-- | :-- |",
-        "| Some CPU, 2 threads | demo | Q4_1 | minicpm-cli | 20 | 1,234 "
-        "| minicpm-cli 0.1.0, torch 2.13.0 | 2026-11-30 |",
-        "| Some GPU | minicpm5-1b | bf16 | minicpm-cli | 987,700 |  "
-        "| minicpm-cli 0.1.0, torch 2.13.0, driver 580.1 | 2026-11-30 |",
+def test_the_table_has_a_line_for_each_setting_and_a_column_for_each_workload_there() -> None:
+    rows = [row(CPU, "ttft128", 1234.5), row(CPU, "decode", 20.0, 21.0, 19.5), row(GPU, "decode", 987654.0)]
+    rows.append(row(replace(GPU, scheme="w4 g128"), "decode", 1300.0))
+    assert markdown_table(rows, ["decode", "unmeasured", "ttft128"]).split("\n") == [
+        "Some CPU, 2 threads, 2026-11-30: minicpm-cli 0.1.0, torch 2.13.0:",
+        "",
+        "| model | scheme | engine | decode (tok/s) | ttft128 (tok/s) |",
+        "| :-- | :-- | :-- | --: | --: |",
+        "| demo | Q4_1 | minicpm-cli | 20 | 1,234 |",
+        "",
+        "Some GPU, 2026-11-30: minicpm-cli 0.1.0, torch 2.13.0, driver 580.1:",
+        "",
+        "| model | scheme | engine | decode (tok/s) |",
+        "| :-- | :-- | :-- | --: |",
+        "| minicpm5-1b | bf16 | minicpm-cli | 987,700 |",
+        "| minicpm5-1b | w4 g128 | minicpm-cli | 1,300 |",
+    ]
+
+
+def test_what_is_no_column_is_in_no_table() -> None:
+    assert markdown_table([row(CPU, "throughput-8")], ["decode"]) == ""
+    assert kernel_table([row(CPU, "decode")]) == ""
+
+
+def test_operations_stand_beside_their_limits() -> None:
+    norm = replace(row(GPU, "norm, 8 rows", 3000.0), unit="GB/s", limit=4000.0)
+    assert read_rows(norm.to_json()) == [norm]
+    assert kernel_table([row(CPU, "decode"), norm]).split("\n") == [
+        "Some GPU, 2026-11-30: minicpm-cli 0.1.0, torch 2.13.0, driver 580.1:",
+        "",
+        "| sizes of | operation | rate | limit | part of it |",
+        "| :-- | :-- | --: | --: | --: |",
+        "| minicpm5-1b | norm, 8 rows | 3,000 GB/s | 4,000 | 75% |",
     ]
 
 

@@ -9,7 +9,9 @@ import pytest
 from minicpm_cli.bench.runner import EngineRunner
 from minicpm_cli.bench.speed import Run
 from minicpm_cli.engine.sequence import EngineRequest, TokenEvent
+from minicpm_cli.engine.stats import Stats
 from minicpm_cli.errors import MinicpmError, OutOfMemory
+from minicpm_cli.types import SamplingParams
 
 
 class Clocked:
@@ -18,6 +20,7 @@ class Clocked:
     def __init__(self, short: int = 0, error: Exception | None = None) -> None:
         self.now, self.short, self.error = 100.0, short, error
         self.requests: list[EngineRequest] = []
+        self.stats = Stats(steps=7, host_seconds=3.0)
 
     def clock(self) -> float:
         return self.now
@@ -27,19 +30,24 @@ class Clocked:
         new = self.requests[0].params.max_tokens or 0
         for step in range(new - self.short):
             self.now += 0.25 if step else 1.0
+            self.stats.note_step(2, 0.125)
             yield from (TokenEvent(request.id, 5) for request in self.requests)
         yield TokenEvent("0", None, finish="length", error=self.error)
 
 
+def greedy(new: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=new)
+
+
 def test_a_run_counts_tokens_and_seconds() -> None:
     engine = Clocked()
-    run = EngineRunner(engine, engine.clock).run([(1, 2, 3), (4, 5, 6)], 5)
-    assert run == Run(prompt_tokens=6, new_tokens=10, first_seconds=1.0, total_seconds=2.0)
+    run = EngineRunner(engine, engine.clock).run([(1, 2, 3), (4, 5, 6)], greedy(5))
+    assert run == Run(prompt_tokens=6, new_tokens=10, first_seconds=1.0, total_seconds=2.0, steps=5, host_seconds=0.625)
 
 
-def test_the_engine_is_asked_for_greedy_tokens_that_nothing_ends() -> None:
+def test_the_engine_is_asked_for_tokens_that_nothing_ends() -> None:
     engine = Clocked()
-    EngineRunner(engine, engine.clock).run([(1, 2), (3, 4)], 3)
+    EngineRunner(engine, engine.clock).run([(1, 2), (3, 4)], greedy(3))
     assert [request.prompt for request in engine.requests] == [(1, 2), (3, 4)]
     assert len({request.id for request in engine.requests}) == 2
     for request in engine.requests:
@@ -50,10 +58,10 @@ def test_the_engine_is_asked_for_greedy_tokens_that_nothing_ends() -> None:
 def test_too_few_tokens_are_no_measurement() -> None:
     engine = Clocked(short=1)
     with pytest.raises(MinicpmError, match="4 tokens instead of 6"):
-        EngineRunner(engine, engine.clock).run([(1,), (2,)], 3)
+        EngineRunner(engine, engine.clock).run([(1,), (2,)], greedy(3))
 
 
 def test_an_engines_error_is_raised() -> None:
     engine = Clocked(error=OutOfMemory("no page left"))
     with pytest.raises(OutOfMemory, match="no page left"):
-        EngineRunner(engine, engine.clock).run([(1,)], 3)
+        EngineRunner(engine, engine.clock).run([(1,)], greedy(3))

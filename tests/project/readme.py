@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
-
-from project.interop_table import interop_table
+from typing import TYPE_CHECKING
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from project.interop_table import interop_table  # noqa: E402
+
+if TYPE_CHECKING:
+    from minicpm_cli.bench.rows import Row
+
 README = ROOT / "README.md"
 ROWS = ROOT / ".bench" / "rows.jsonl"
 QUALITY = ROOT / ".bench" / "quality.jsonl"
@@ -16,7 +23,13 @@ INTEROP = ROOT / ".bench" / "interop.json"
 
 def blocks() -> dict[str, str]:
     """What belongs between `<!-- name... -->` and `<!-- /name -->`."""
-    return {"commands": commands(), "benchmarks": benchmarks(), "quality": quality(), "interop": interop()}
+    return {
+        "commands": commands(),
+        "benchmarks": benchmarks(),
+        "kernels": kernels(),
+        "quality": quality(),
+        "interop": interop(),
+    }
 
 
 def commands() -> str:
@@ -36,12 +49,24 @@ def first_line(help_text: str | None) -> str:
 
 
 def benchmarks() -> str:
-    """The table of the stored rows."""
-    from minicpm_cli.bench.command import CHOICES
-    from minicpm_cli.bench.rows import markdown_table, read_rows
+    """The tables of the stored rows."""
+    from minicpm_cli.bench.command import COLUMNS
+    from minicpm_cli.bench.rows import markdown_table
 
-    rows = read_rows(ROWS.read_text(encoding="utf-8")) if ROWS.is_file() else []
-    return markdown_table(rows, CHOICES) if rows else "No rows yet."
+    return markdown_table(speed_rows(), COLUMNS) or "No rows yet."
+
+
+def kernels() -> str:
+    """The stored rows of single operations."""
+    from minicpm_cli.bench.rows import kernel_table
+
+    return kernel_table(speed_rows()) or "No rows yet."
+
+
+def speed_rows() -> list[Row]:
+    from minicpm_cli.bench.rows import read_rows
+
+    return read_rows(ROWS.read_text(encoding="utf-8")) if ROWS.is_file() else []
 
 
 def quality() -> str:

@@ -6,13 +6,14 @@ import re
 
 import pytest
 
-from minicpm_cli.bench.rows import read_rows
+from minicpm_cli.bench.command import COLUMNS
+from minicpm_cli.bench.speed import WORKLOADS
 from project import readme
 
 TEXT = readme.README.read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("name", ["commands", "benchmarks", "quality", "interop"])
+@pytest.mark.parametrize("name", ["commands", "benchmarks", "kernels", "quality", "interop"])
 def test_a_generated_block_is_up_to_date(name: str) -> None:
     content = {name: getattr(readme, name)()}
     assert readme.filled(TEXT, content) == TEXT, "run `python tests/project/readme.py`"
@@ -29,8 +30,14 @@ def test_a_block_that_is_not_there_is_an_error() -> None:
 
 
 def test_published_rows_are_repeated() -> None:
-    rows = read_rows(readme.ROWS.read_text(encoding="utf-8")) if readme.ROWS.is_file() else []
-    assert [row.to_json() for row in rows if len(row.runs) < 3] == []
+    expected = {name: workload.most for name, workload in WORKLOADS.items() if workload.most}
+    rows = [row for row in readme.speed_rows() if len(row.runs) < expected.get(row.workload, 3)]
+    assert [row.to_json() for row in rows] == []
+
+
+def test_published_rows_are_of_workloads_that_exist() -> None:
+    rows = [row for row in readme.speed_rows() if row.limit is None]
+    assert {row.workload for row in rows} <= set(COLUMNS)
 
 
 def test_ci_runs_the_readmes_command() -> None:

@@ -1,0 +1,117 @@
+"""Operations one by one: what each moves or computes a second, beside what a copy or a product does here."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Literal
+
+import torch
+
+from minicpm_cli.model.config import ModelConfig
+
+Unit = Literal["GB/s", "TFLOP/s"]
+Call = Callable[[], object]
+SCALE = {"GB/s": 1e9, "TFLOP/s": 1e12}
+SAMPLES, SECONDS = 3, 0.03  # each number is the median of so many repetitions of so long
+COPY_BYTES, SIDE = 1 << 30, 8192  # of the copy and of the square product that set the limits
+CPU_COPY_BYTES, CPU_SIDE = 1 << 26, 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """An operation on data that no cache holds: `calls` do the same on different data. `amount`: of one call."""
+
+    name: str
+    unit: Unit
+    amount: float  # bytes or operations
+    calls: Sequence[Call]
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """`rates` and `limit` in `unit`."""
+
+    name: str
+    unit: Unit
+    rates: tuple[float, ...]
+    limit: float
+
+
+def measure_kernels(
+    cfg: ModelConfig, device: torch.device, dtype: torch.dtype, say: Callable[[str], None]
+) -> Iterator[Kernel]:
+    """Those of a model of `cfg`; `say` hears of what cannot be run here."""
+    from minicpm_cli.bench.kernel_cases import makers
+
+    limits = measure_limits(device, dtype)
+    for name, make in makers(cfg, device, dtype):
+        try:
+            with torch.inference_mode():
+                case = make()
+                rates = tuple(case.amount / SCALE[case.unit] / s for s in seconds_a_call(case.calls, device))
+        except (ImportError, RuntimeError) as error:
+            say(f"{name}: does not run here ({error})")
+            continue
+        yield Kernel(case.name, case.unit, rates, limits[case.unit])
+        del case
+
+
+@torch.inference_mode()
+def measure_limits(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
+    """GB/s that a copy reads and writes, TFLOP/s of a square product."""
+    gpu = device.type == "cuda"
+    size, side = (COPY_BYTES, SIDE) if gpu else (CPU_COPY_BYTES, CPU_SIDE)
+    source = torch.ones(size // 4, device=device)
+    target = torch.empty_like(source)
+    copied = median(seconds_a_call([lambda: target.copy_(source)], device))
+    a, b = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
+    multiplied = median(seconds_a_call([lambda: a @ b], device))
+    return {"GB/s": 2 * size / copied / 1e9, "TFLOP/s": 2 * side**3 / multiplied / 1e12}
+
+
+def seconds_a_call(calls: Sequence[Call], device: torch.device) -> tuple[float, ...]:
+    """Of one of `calls`, from repetitions of all of them; on a GPU as a captured graph, so that no launch counts."""
+    clock = _cuda_seconds if device.type == "cuda" else _host_seconds
+    run = _captured(calls) if device.type == "cuda" else _all(calls)
+    run()
+    rounds = max(1, int(SECONDS / max(clock(run, 1), 1e-6)))
+    return tuple(clock(run, rounds) / rounds / len(calls) for _ in range(SAMPLES))
+
+
+def _all(calls: Sequence[Call]) -> Call:
+    def run() -> None:
+        for call in calls:
+            call()
+
+    return run
+
+
+def _captured(calls: Sequence[Call]) -> Call:
+    """Warmed up first: kernels compile, libraries open."""
+    run = _all(calls)
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
+
+
+def _cuda_seconds(run: Call, rounds: int) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    begin.record()
+    for _ in range(rounds):
+        run()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3
+
+
+def _host_seconds(run: Call, rounds: int) -> float:
+    begun = time.perf_counter()
+    for _ in range(rounds):
+        run()
+    return time.perf_counter() - begun
