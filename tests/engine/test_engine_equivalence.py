@@ -152,7 +152,7 @@ request_strategy = st.tuples(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     rows=st.lists(request_strategy, min_size=1, max_size=10),
     pages=st.integers(10, 40),
