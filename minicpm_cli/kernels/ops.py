@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import NamedTuple, Protocol
 
 import torch
@@ -10,6 +11,14 @@ from torch import Tensor
 from minicpm_cli.kernels import reference
 from minicpm_cli.kernels.batch import ForwardBatch
 from minicpm_cli.kernels.cache import LayerCache
+
+
+class Embed(Protocol):
+    def __call__(self, ids: Tensor, table: Tensor, scale: float, /) -> Tensor: ...
+
+
+class Angles(Protocol):
+    def __call__(self, positions: Tensor, frequencies: Tensor, factor: float, /) -> tuple[Tensor, Tensor]: ...
 
 
 class RMSNorm(Protocol):
@@ -45,6 +54,8 @@ class Attend(Protocol):
 class Ops(NamedTuple):
     """The forms of minicpm_cli.kernels.reference, or what computes the same faster."""
 
+    embed: Embed
+    angles: Angles
     rms_norm: RMSNorm
     rope_: Rope
     rope_store: RopeStore
@@ -55,6 +66,8 @@ class Ops(NamedTuple):
 
 
 REFERENCE = Ops(
+    reference.embed,
+    reference.angles,
     reference.rms_norm,
     reference.rope_,
     reference.rope_store,
@@ -66,5 +79,9 @@ REFERENCE = Ops(
 
 
 def ops_for(device: torch.device) -> Ops:
-    """The operations for `device`. CUDA runs the reference too until it has kernels of its own."""
-    return REFERENCE
+    """The operations for `device`: on CUDA Triton's kernels, where Triton is installed."""
+    if device.type != "cuda" or find_spec("triton") is None:
+        return REFERENCE
+    from minicpm_cli.kernels.gpu import kernels
+
+    return kernels(device)

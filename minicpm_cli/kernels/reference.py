@@ -10,6 +10,18 @@ from minicpm_cli.kernels.batch import ForwardBatch
 from minicpm_cli.kernels.cache import LayerCache, encode
 
 
+def embed(ids: Tensor, table: Tensor, scale: float) -> Tensor:  # [T] int64, [V, H] -> [T, H]
+    rows = functional.embedding(ids, table)
+    return rows if scale == 1.0 else rows * scale
+
+
+def angles(positions: Tensor, frequencies: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+    """cos and sin [T, 1, R/2] of positions [T] times frequencies [R/2] in float32, times `factor`."""
+    turned = (positions[:, None].float() * frequencies)[:, None]
+    cos, sin = turned.cos(), turned.sin()
+    return (cos, sin) if factor == 1.0 else (cos * factor, sin * factor)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:  # [T, H]
     """x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich 2019, equation 4), the mean in float32."""
     return functional.rms_norm(x, (x.shape[-1],), weight, eps)

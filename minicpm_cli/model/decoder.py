@@ -66,7 +66,7 @@ class Decoder:
                 on_progress(layer + 1, cfg.layers)
         self.blocks = tuple(blocks)
         self.norm = Norm(weights.vector("model.norm.weight", cfg.hidden_size), cfg.eps)
-        self.rotary = Rotary(cfg.rope, cfg.context, weights.device)
+        self.rotary = Rotary(cfg.rope, cfg.context, weights.device, ops.angles)
         self.weight_bytes = weights.nbytes
 
     def forward(self, batch: ForwardBatch, kv: KVCache) -> Tensor:  # [S, V] float32
@@ -75,13 +75,18 @@ class Decoder:
 
     def hidden(self, batch: ForwardBatch, kv: KVCache) -> Tensor:  # [T, H]
         """The residual stream after the last block."""
-        h = self.embed(batch.ids)
-        if self.cfg.embed_scale != 1.0:
-            h = h * self.cfg.embed_scale
+        h = self._embedded(batch.ids)
         cos, sin = self.rotary(batch.positions)
         for block, cache in zip(self.blocks, kv.layers, strict=True):
             h = block(h, cos, sin, batch, cache)
         return h
+
+    def _embedded(self, ids: Tensor) -> Tensor:  # [T] -> [T, H]
+        table, scale = self.embed.table, self.cfg.embed_scale
+        if isinstance(table, Tensor):
+            return self.ops.embed(ids, table, scale)
+        rows = self.embed(ids)
+        return rows if scale == 1.0 else rows * scale
 
     def logits(self, h: Tensor) -> Tensor:  # [S, H] -> [S, V] float32
         if not len(h):

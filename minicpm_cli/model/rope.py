@@ -11,22 +11,20 @@ import math
 import torch
 from torch import Tensor
 
+from minicpm_cli.kernels import reference
+from minicpm_cli.kernels.ops import Angles
 from minicpm_cli.model.config import RopeConfig
 
 
 class Rotary:
     """cos and sin of a step's positions, computed in float32."""
 
-    def __init__(self, rope: RopeConfig, context: int, device: torch.device) -> None:
+    def __init__(self, rope: RopeConfig, context: int, device: torch.device, angles: Angles = reference.angles) -> None:
         frequencies, self.attention_factor = inverse_frequencies(rope, context)
-        self.frequencies = frequencies.to(device)
+        self.frequencies, self._angles = frequencies.to(device), angles
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:  # [T] -> 2 x [T, 1, dim/2] float32
-        angles = (positions[:, None].float() * self.frequencies)[:, None]
-        cos, sin = angles.cos(), angles.sin()
-        if self.attention_factor != 1.0:
-            cos, sin = cos * self.attention_factor, sin * self.attention_factor
-        return cos, sin
+        return self._angles(positions, self.frequencies, self.attention_factor)
 
 
 def inverse_frequencies(rope: RopeConfig, context: int) -> tuple[Tensor, float]:
