@@ -64,9 +64,8 @@ def product(
         TensorDescriptor(w.words, list(w.words.shape), list(w.words.stride()), [t.rows, t.columns // word]),
         w.words.view(torch.uint8), w.scale, zero, shift, out if onto is None else onto, out, partial,
         _tickets(x.device), alpha, rows, w.N, w.K, w.scale.shape[1], w.words.shape[1] * 4,
-        BITS=w.bits, GROUP=w.group, SUB=_shared_columns(w, t.columns), ZERO=w.zero is not None,
-        SHIFT=w.shift is not None, BN=t.rows, BT=t.batch, BK=t.columns, SPLIT=parts > 1, STAGES=t.stages,
-        ONTO=onto is not None, AHEAD=t.ahead, **_target(w, x), num_warps=t.warps,
+        **target(w, x, t.columns), BN=t.rows, BT=t.batch, BK=t.columns, SPLIT=parts > 1, STAGES=t.stages,
+        ONTO=onto is not None, AHEAD=t.ahead, num_warps=t.warps, **dependent(x),
     )  # fmt: skip
     return out
 
@@ -81,19 +80,27 @@ def choose(rows: int, w: DeviceInt) -> Tiling:
     return Tiling(tile, batch, columns, parts, 3, 4)
 
 
-def _shared_columns(w: DeviceInt, columns: int) -> int:
-    """How many columns in a row have a scale in common, whatever multiple of `columns` they start at."""
-    return columns if w.group == w.K else math.gcd(columns, w.group)
-
-
-def _target(w: DeviceInt, x: Tensor) -> dict[str, object]:
-    """What differs between a GPU and Triton's interpreter, which knows no PTX."""
-    kind = KINDS[x.dtype]
+def target(w: DeviceInt, x: Tensor, columns: int) -> dict[str, object]:
+    """The packing as kernels are told it, and the instructions that undo it; Triton's interpreter knows no PTX."""
+    kind, zero = KINDS[x.dtype], w.zero is not None or w.shift is not None
+    form = {"BITS": w.bits, "GROUP": w.group, "ZERO": w.zero is not None, "SHIFT": w.shift is not None}
+    # So many columns in a row have a scale in common, whatever multiple of `columns` they start at.
+    form["SUB"] = columns if w.group == w.K else math.gcd(columns, w.group)
     if x.device.type == "cpu":
-        return {"ASM": "", "BIAS": 0, "DEPENDENT": False}
-    zero = w.zero is not None or w.shift is not None
+        return {**form, "ASM": "", "BIAS": 0}
     bias = 0 if (w.bits, kind) == (8, "bf16") else MAGIC_BIAS[kind]
-    return {"ASM": unpacking(w.bits, kind, zero), "BIAS": bias, "DEPENDENT": True, "launch_pdl": True}
+    return {**form, "ASM": unpacking(w.bits, kind, zero), "BIAS": bias}
+
+
+def dependent(x: Tensor) -> dict[str, bool]:
+    """Options of a launch that begins before the one ahead of it has ended, where the device can."""
+    early = x.is_cuda and _capability(x.device) >= (9, 0)
+    return {"DEPENDENT": True, "launch_pdl": True} if early else {"DEPENDENT": False}
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
 @functools.cache

@@ -50,7 +50,7 @@ def _group_values(values, n, first, last, SUB: tl.constexpr, BK: tl.constexpr, G
 
 
 @triton.jit
-def _weights(
+def unpacked(
     w, scale, zero, shift, n, first, last, G,
     BITS: tl.constexpr, GROUP: tl.constexpr, SUB: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     ZERO: tl.constexpr, SHIFT: tl.constexpr, BIAS: tl.constexpr, ASM: tl.constexpr, DTYPE: tl.constexpr,
@@ -140,7 +140,7 @@ def rows_kernel(
     acc = tl.zeros((BN, BT), tl.float32)
     for chunk in tl.range(begin, end, num_stages=STAGES):
         w = words.load([first_n, chunk * (BK * BITS // 32)])
-        a = _weights(
+        a = unpacked(
             w, scale, zero, shift, n, chunk * BK, K - 1, G, BITS, GROUP, SUB, BN, BK, ZERO, SHIFT, BIAS, ASM, x.dtype
         )
         columns = tl.trans(x.load([first_t, chunk * BK]))
