@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from minicpm_cli.model.config import ModelConfig
+
 Phase = Literal["fixed", "load", "capture", "prefill", "decode"]
 FILE = "memory.jsonl"
 LARGEST = 1 << 20  # bytes of the file; beyond them the older half goes
@@ -98,6 +100,12 @@ def fixed_of(device: str, lines: Sequence[Measured]) -> int | None:
     """What the context on such a device took the last time that it was measured."""
     found = [line.measured for line in lines if line.phase == "fixed" and line.kind.device == device]
     return found[-1] if found else None
+
+
+def shape_of(cfg: ModelConfig) -> str:
+    """What tells the sizes of one model from another's: "MiniCPMForCausalLM 40x2304/5760"."""
+    experts = f" of {cfg.moe.experts} experts" if cfg.moe else ""
+    return f"{cfg.architecture} {cfg.layers}x{cfg.hidden_size}/{cfg.intermediate}{experts}"
 
 
 def _alike(one: Kind, other: Kind) -> bool:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping
+
 import torch
 
 from minicpm_cli.doctor import why_no_gpu
@@ -9,6 +14,7 @@ from minicpm_cli.errors import DeviceError, UsageError
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _MEMINFO = "/proc/meminfo"
+_SMALLEST_CONTEXT, _LARGEST_CONTEXT = 32 << 20, 4 << 30  # other processes come and go while it is measured
 
 
 def choose_device(name: str) -> torch.device:
@@ -56,11 +62,45 @@ def free_bytes(device: torch.device) -> int:
         return _physical_bytes()
 
 
+def total_bytes(device: torch.device) -> int:
+    """0 where the system does not say."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    return _installed_bytes() or 0
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def free_by_driver() -> dict[str, int]:
+    """Free bytes of each GPU by its UUID, as nvidia-smi tells them without a context of this process's own."""
+    smi = shutil.which("nvidia-smi")
+    if smi is None:
+        return {}
+    query = [smi, "--query-gpu=uuid,memory.free", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
+        rows = [line.split(",") for line in done.stdout.splitlines()]
+        return {uuid.strip(): int(free) << 20 for uuid, free in rows}
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return {}
+
+
+def context_bytes(device: torch.device, before: Mapping[str, int]) -> int:
+    """What this process's context takes on a GPU, `before` being what was free without it; 0 where nobody can tell."""
+    uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+    taken = before.get(uuid, 0) - torch.cuda.mem_get_info(device)[0]
+    return taken if _SMALLEST_CONTEXT < taken < _LARGEST_CONTEXT else 0
+
+
 def _physical_bytes() -> int:
     """Half of what is installed, where the system does not say what is free."""
-    import os
+    return (_installed_bytes() or 8 * 2**30) // 2
 
+
+def _installed_bytes() -> int | None:
     try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):
-        return 4 * 2**30
+        return None
