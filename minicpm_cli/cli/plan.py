@@ -44,7 +44,7 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
     flags: Flags,
 ) -> int:
-    """Tell what a model takes in memory and what fits beside it. Nothing is fetched but headers, nothing is loaded."""
+    """Tell what a model takes in memory and what fits beside it, from the headers of its files alone."""
     from minicpm_cli.hub import headers
     from minicpm_cli.llm.survey import place_of, survey
 
