@@ -1,4 +1,4 @@
-"""A decoder of tensor operations alone, whose every logit is a hash of the whole history: it can be captured in a graph.
+"""A decoder of tensor operations alone, whose every logit is a hash of the whole history: a graph can capture it.
 
 Like the fake decoder it reads the history back through the page table, by what each slot holds.
 """
