@@ -84,7 +84,7 @@ class Subject:
         """Loads the weights, with the seats and the cache that chat and batch would get."""
         plan = plan_engine(self.options, self.checkpoint, self.device, self.dtype)
         fitted = replace(self.checkpoint, cfg=self.cfg.with_context(plan.context))
-        opened = open_engine(plan, fitted, self.device, self.dtype, kv_dtype=self.options.kv_dtype)
+        opened = open_engine(self.options, plan, fitted, self.device, self.dtype)
         return EngineRunner(opened.engine)
 
     def peer_runner(self) -> peer.TransformersRunner:

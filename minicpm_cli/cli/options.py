@@ -36,6 +36,7 @@ PLACE = (
     _option("max_seqs", int, "Sequences at once.", "--max-seqs", metavar="N"),
     _option("max_batch_tokens", int, "Tokens in one step.", "--max-batch-tokens", metavar="N"),
     _option("memory_fraction", float, "Share of the free memory to use, (0, 1].", "--memory-fraction", metavar="F"),
+    _option("graphs", bool, "Decode steps on a GPU as captured graphs.", "--graphs/--no-graphs"),
     _option("threads", int, "CPU threads.", "--threads", metavar="N"),
 )
 PACKING = (

@@ -56,7 +56,7 @@ class LLM:
         plan = plan_engine(options, checkpoint, device, dtype)
         trained = checkpoint.cfg.context
         prompter.checkpoint = checkpoint = replace(checkpoint, cfg=checkpoint.cfg.with_context(plan.context))
-        opened = open_engine(plan, checkpoint, device, dtype, on_progress, kv_dtype=options.kv_dtype)
+        opened = open_engine(options, plan, checkpoint, device, dtype, on_progress)
         info = _info(prompter, files, opened, plan, time.monotonic() - begun)
         notes = _notes(options, checkpoint.cfg, trained, device)
         return cls(prompter, opened.engine, replace(info, notes=notes))

@@ -52,33 +52,33 @@ def plan_engine(options: LoadOptions, checkpoint: Loadable, device: torch.device
 
 
 def open_engine(
+    options: LoadOptions,
     plan: MemoryPlan,
     checkpoint: Loadable,
     device: torch.device,
     dtype: torch.dtype,
     on_progress: Callable[[int, int], None] | None = None,
-    *,
-    kv_dtype: str = "auto",
 ) -> Opened:
     """Loads the weights, whose rotation tables are as long as the checkpoint's cfg says, and allocates the cache.
 
-    `kv_dtype` is the one that was planned for.
+    `options` are those that were planned for.
     """
-    kv_format = KVFormat.of(kv_dtype, dtype_name(dtype))
+    kv_format = KVFormat.of(options.kv_dtype, dtype_name(dtype))
     with _memory_errors(device):
         decoder = checkpoint.decoder(device, dtype, on_progress)
         kv = KVCache.allocate(decoder.cfg, plan.pages, plan.page_size, device, dtype, kv_format)
     assert kv.nbytes == plan.cache, (kv.nbytes, plan.cache)
-    return Opened(Engine(decoder, kv, _engine_config(plan)), decoder, kv)
+    return Opened(Engine(decoder, kv, _engine_config(plan, options)), decoder, kv)
 
 
-def _engine_config(plan: MemoryPlan) -> EngineConfig:
+def _engine_config(plan: MemoryPlan, options: LoadOptions) -> EngineConfig:
     return EngineConfig(
         pages=plan.pages,
         max_seqs=plan.max_seqs,
         max_batch_tokens=plan.max_batch_tokens,
         context=plan.context,
         page_size=plan.page_size,
+        graphs=options.graphs,
     )
 
 

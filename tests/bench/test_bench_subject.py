@@ -93,3 +93,12 @@ def test_the_start_of_a_shape_is_timed_from_a_folder(monkeypatch: pytest.MonkeyP
     (row,) = run_bench(options, settings())
     assert (row.workload, row.value, row.unit, row.setting.model) == ("load", 1.5, "s", "tiny")
     assert not seen[0].exists()
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_the_engine_is_the_one_that_was_asked_for(graphs: bool) -> None:
+    runner = open_subject(
+        LoadOptions(device="cpu", dtype="fp32", graphs=graphs, max_seqs=3), "tiny", settings()
+    ).runner()
+    config = runner._engine.config  # type: ignore[attr-defined]
+    assert (config.graphs, config.max_seqs) == (graphs, 3)

@@ -119,7 +119,7 @@ def test_bench_measures_what_it_says(folders, isolated: Settings) -> None:
     load = LoadOptions(model=str(folders["plain"]), device="cpu", quantize="w4", head_bits=8)
     subject = open_subject(load, None, isolated)
     assert subject.setting().scheme == "w4 g64/g128 asym, head w8"
-    decoder = subject._decoder()
+    decoder = subject.checkpoint.decoder(subject.device, subject.dtype)
     assert decoder.weight_bytes < Checkpoint.read(folders["plain"]).weight_bytes(2)
     shape = open_subject(LoadOptions(device="cpu", quantize="fp8"), "minicpm4-0.5b", isolated)
     assert shape.setting().scheme == "fp8"
