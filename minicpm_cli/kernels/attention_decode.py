@@ -11,6 +11,7 @@ from torch import Tensor
 from minicpm_cli.kernels import attention_decode_kernels as kernels
 from minicpm_cli.kernels.cache import LayerCache
 
+LOG2_E = math.log2(math.e)
 ARRIVALS = 1 << 16  # counters, one for each row and block of heads of a launch with splits
 
 
@@ -45,85 +46,109 @@ class DecodeAttention:
         tiling: Tiling | None = None,
     ) -> Tensor:  # [B, Hq, Dv]
         """softmax(q k^T * scale) v over each row's kv_len tokens, whatever other rows and the order of blocks."""
-        out = torch.empty((*q.shape[:2], cache.v.shape[3]), dtype=q.dtype, device=q.device)
-        common = (q, cache, page_table, kv_len, out, scale * math.log2(math.e), page_size)
+        history = History(cache, page_table, kv_len, page_size)
         if q.shape[1] == cache.k.shape[2]:
-            self._multi_head(*common, tiling or multi_head_tiling(q, cache, page_table, page_size))
-        else:
-            self._grouped(*common, tiling or grouped_tiling(q, cache, page_table, page_size))
-        return out
+            return self._multi_head(q, history, scale, None, tiling)
+        return self._grouped(q, history, scale, tiling)
+
+    def rope_store_decode(
+        self,
+        qkv: Tensor,  # [B, Hq + 2 Hkv, D], contiguous
+        turn: tuple[Tensor, Tensor],  # cos and sin [B, 1, R/2] float32, contiguous
+        cache: LayerCache,
+        page_table: Tensor,
+        kv_len: Tensor,
+        scale: float,
+        page_size: int,
+        tiling: Tiling | None = None,
+    ) -> Tensor:  # [B, Hq, D]
+        """reference.rope_store for each row's newest token, and its attention, in one launch; qkv stays as it is."""
+        assert qkv.shape[1] == 3 * cache.k.shape[2], "only for a key head for each query head"
+        history = History(cache, page_table, kv_len, page_size)
+        return self._multi_head(qkv, history, scale, turn, tiling)
 
     def _multi_head(
-        self,
-        q: Tensor,
-        cache: LayerCache,
-        table: Tensor,
-        kv_len: Tensor,
-        out: Tensor,
-        scale: float,
-        page: int,
-        t: Tiling,
-    ) -> None:
-        rows, heads, width = q.shape
-        padded = _power_of_two(width)
+        self, q: Tensor, history: History, scale: float, turn: tuple[Tensor, Tensor] | None, tiling: Tiling | None
+    ) -> Tensor:
+        cache = history.cache
+        rows, heads, width = len(q), *cache.k.shape[2:]
+        t = tiling or multi_head_tiling(rows, history)
         assert heads % t.block == 0
         assert t.splits == 1 or rows * heads // t.block <= ARRIVALS
-        partials, stats = _parts(out, t.splits)
+        padded = _power_of_two(width)
+        out = q.new_empty(rows, heads, width)
         kernels.multi_head[(heads // t.block, rows, t.splits)](
-            *_operands(q, cache, table, kv_len, out), partials, stats, self._arrivals,
-            scale, *_strides(q, cache, table),
-            HEADS=heads, D=width, DP=padded, PAGE=page, SCALED=cache.scales is not None,
+            q, *history.tensors, out, *_parts(out, t.splits), self._arrivals, *(turn or (None, None)),
+            scale * LOG2_E, q.stride(0), *history.strides,
+            HEADS=heads, D=width, DP=padded, PAGE=history.page_size, SCALED=cache.scales is not None,
             BLOCK=t.block, DEPTH=t.depth, LANES=_lanes(t, padded, cache.k.element_size()),
-            SPLITS=t.splits, CHUNK=t.chunk, PDL=self._pdl, num_warps=t.warps, **self._launch(),
+            SPLITS=t.splits, CHUNK=t.chunk, HALF=turn[0].shape[-1] if turn else 0, PDL=self._pdl,
+            num_warps=t.warps, **self._launch(),
         )  # fmt: skip
+        return out
 
-    def _grouped(
-        self,
-        q: Tensor,
-        cache: LayerCache,
-        table: Tensor,
-        kv_len: Tensor,
-        out: Tensor,
-        scale: float,
-        page: int,
-        t: Tiling,
-    ) -> None:
-        (rows, heads, width), keys = q.shape, cache.k.shape[2]
-        group, value = heads // keys, cache.v.shape[3]
-        first = 1 << (width.bit_length() - 1)
+    def _grouped(self, q: Tensor, history: History, scale: float, tiling: Tiling | None) -> Tensor:
+        cache = history.cache
+        (rows, heads, width), keys, value = q.shape, cache.k.shape[2], cache.v.shape[3]
+        t = tiling or grouped_tiling(rows, history)
+        group, first = heads // keys, 1 << (width.bit_length() - 1)
         shared = cache.rows.shape[1] == keys  # MLA keeps no values of their own
         assert not shared or value == first
+        out = q.new_empty(rows, heads, value)
         partials, stats = _parts(out, t.splits)
         kernels.grouped[(keys * -(-group // t.block), rows, t.splits)](
-            *_operands(q, cache, table, kv_len, out), partials, stats,
-            scale, *_strides(q, cache, table),
+            q, *history.tensors, out, partials, stats, scale * LOG2_E, q.stride(0), *history.strides,
             GROUP=group, ROWS=t.block, KEYS=keys, D1=first, D2=width - first,
-            SHARED=shared, PAGE=page, SCALED=cache.scales is not None,
+            SHARED=shared, PAGE=history.page_size, SCALED=cache.scales is not None,
             STEP=t.step, SPLITS=t.splits, CHUNK=t.chunk, PDL=self._pdl,
             num_warps=t.warps, num_stages=t.stages, **self._launch(),
         )  # fmt: skip
         if t.splits > 1:
             kernels.combine[(heads, rows)](
-                partials, stats, kv_len, out, HEADS=heads, D=value, DP=_power_of_two(value),
+                partials, stats, history.kv_len, out, HEADS=heads, D=value, DP=_power_of_two(value),
                 STEP=t.step, SPLITS=t.splits, CHUNK=t.chunk, PDL=self._pdl, num_warps=4, **self._launch(),
             )  # fmt: skip
+        return out
 
     def _launch(self) -> dict[str, bool]:
         return {"launch_pdl": True} if self._pdl else {}
 
 
-def multi_head_tiling(q: Tensor, cache: LayerCache, page_table: Tensor, page_size: int) -> Tiling:
+@dataclass(frozen=True, slots=True)
+class History:
+    """Where the tokens of each row lie."""
+
+    cache: LayerCache
+    page_table: Tensor  # [B, P] int32
+    kv_len: Tensor  # [B] int32
+    page_size: int
+
+    @property
+    def longest(self) -> int:
+        return self.page_table.shape[1] * self.page_size
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        cache = self.cache
+        return cache.k, cache.v, cache.k_scale, cache.v_scale, self.page_table, self.kv_len
+
+    @property
+    def strides(self) -> tuple[int, int, int]:
+        """From one row to the next, in elements: the cache, its scales, the page table."""
+        scales = 0 if self.cache.k_scale is None else self.cache.k_scale.stride(1)
+        return self.cache.k.stride(1), scales, self.page_table.stride(0)
+
+
+def multi_head_tiling(rows: int, history: History) -> Tiling:
     """Four heads a program where they divide; two programs or more for each multiprocessor, of 16 tokens at least."""
-    rows, heads = q.shape[:2]
-    block = math.gcd(heads, 4)
-    depth = 2 if cache.k.element_size() == 1 else 4
-    splits, chunk = split_count(rows * heads // block, page_table.shape[1] * page_size)
+    block = math.gcd(history.cache.k.shape[2], 4)
+    depth = 2 if history.cache.k.element_size() == 1 else 4
+    splits, chunk = split_count(rows * history.cache.k.shape[2] // block, history.longest)
     return Tiling(warps=4, splits=splits, chunk=chunk, block=block, depth=depth)
 
 
-def grouped_tiling(q: Tensor, cache: LayerCache, page_table: Tensor, page_size: int) -> Tiling:
-    rows, keys = len(q), cache.k.shape[2]
-    splits, chunk = split_count(rows * keys, page_table.shape[1] * page_size)
+def grouped_tiling(rows: int, history: History) -> Tiling:
+    splits, chunk = split_count(rows * history.cache.k.shape[2], history.longest)
     return Tiling(warps=4, splits=splits, chunk=max(chunk, 64), block=16)
 
 
@@ -145,16 +170,6 @@ def _parts(out: Tensor, splits: int) -> tuple[Tensor, Tensor]:
     rows, heads, width = out.shape if splits > 1 else (1, 1, 1)
     shape = (rows, heads, splits, width)
     return out.new_empty(shape, dtype=torch.float32), out.new_empty((*shape[:3], 2), dtype=torch.float32)
-
-
-def _operands(q: Tensor, cache: LayerCache, table: Tensor, kv_len: Tensor, out: Tensor) -> tuple[Tensor | None, ...]:
-    return q, cache.k, cache.v, cache.k_scale, cache.v_scale, table, kv_len, out
-
-
-def _strides(q: Tensor, cache: LayerCache, table: Tensor) -> tuple[int, int, int, int]:
-    """From one row to the next, in elements: queries, the cache, its scales, the page table."""
-    scales = 0 if cache.k_scale is None else cache.k_scale.stride(1)
-    return q.stride(0), cache.k.stride(1), scales, table.stride(0)
 
 
 def _power_of_two(n: int) -> int:

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from minicpm_cli.kernels.rope_store import TO_INT
+
 LOWEST = tl.constexpr(-1e30)  # a running maximum before any token: finite, so that differences are never NaN
 
 
@@ -30,12 +32,67 @@ def _locate(table, tokens, last, PAGE: tl.constexpr):
 
 
 @triton.jit
+def _turn(cos, sin, dims, D: tl.constexpr, HALF: tl.constexpr):
+    """Rotation of a head's last 2 * HALF elements, i with i + HALF: each element's factor and its partner's."""
+    LEAD: tl.constexpr = D - 2 * HALF
+    turned = (dims >= LEAD) & (dims < D)
+    at = (dims + (HALF - LEAD % HALF)) % HALF
+    own = tl.load(cos + at, mask=turned, other=1.0)
+    other = tl.load(sin + at, mask=turned, other=0.0)
+    return own, tl.where(dims < LEAD + HALF, -other, other)
+
+
+@triton.jit
+def _rotated(x, dims, mask, own, other, D: tl.constexpr, HALF: tl.constexpr):
+    """A head after the rotation, rounded as if it had been stored: x points at its first element."""
+    LEAD: tl.constexpr = D - 2 * HALF
+    if LEAD == 0:
+        partner = (dims + HALF) % D
+    else:
+        partner = tl.where(dims < LEAD, dims, tl.where(dims < LEAD + HALF, dims + HALF, dims - HALF))
+    a = tl.load(x + dims, mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(x + partner, mask=mask, other=0.0).to(tl.float32)
+    return (a * own + b * other).to(x.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
+def _keep(value, cache, scales, at, scale_at, mask, scale_mask, SCALED: tl.constexpr, AXIS: tl.constexpr):
+    """Stores the new token's heads, and gives them back as the cache holds them."""
+    kind: tl.constexpr = cache.dtype.element_ty
+    if SCALED:
+        LARGEST: tl.constexpr = 127.0 if kind == tl.int8 else 448.0
+        scale = (tl.max(tl.abs(value), AXIS, keep_dims=True) / LARGEST).to(tl.float16).to(tl.float32)
+        scale = tl.where(scale == 0.0, 1.0, scale)
+        tl.store(scales + scale_at, scale.to(tl.float16), mask=scale_mask)
+        value = tl.minimum(tl.maximum(value / scale, -LARGEST), LARGEST)
+        if kind == tl.int8:
+            value = (value + TO_INT) - TO_INT
+        codes = value.to(kind)
+        tl.store(cache + at, codes, mask=mask)
+        kept = codes.to(tl.float32) * scale
+    else:
+        codes = value.to(kind)
+        tl.store(cache + at, codes, mask=mask)
+        kept = codes.to(tl.float32)
+    return kept
+
+
+@triton.jit
+def _kept(cache, scales, at, scale_at, mask, scale_mask, SCALED: tl.constexpr):
+    """The new token's heads out of the cache, past L1, which may hold their lines as they were before the wait."""
+    value = tl.load(cache + at, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
+    if SCALED:
+        value *= tl.load(scales + scale_at, mask=scale_mask, other=0.0, cache_modifier=".cg").to(tl.float32)
+    return value
+
+
+@triton.jit
 def multi_head(  # noqa: PLR0915
-    q, k, v, k_scale, v_scale, table, lengths, out, partials, stats, arrivals,
+    q, k, v, k_scale, v_scale, table, lengths, out, partials, stats, arrivals, cos, sin,
     scale_log2, q_stride, row_stride, scale_stride, table_stride,
     HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, SCALED: tl.constexpr,
     BLOCK: tl.constexpr, DEPTH: tl.constexpr, LANES: tl.constexpr,
-    SPLITS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
+    SPLITS: tl.constexpr, CHUNK: tl.constexpr, HALF: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A query head for each key head. BLOCK heads and LANES * DEPTH tokens a step, the next step's loads in flight.
 
@@ -45,6 +102,7 @@ def multi_head(  # noqa: PLR0915
 
     The newest token, which the kernel before this one wrote, begins the softmax of its split: with PDL all older tokens
     of the first step are requested before the wait for that kernel. They lie in the cache since earlier steps.
+    HALF > 0: q holds query, key and value heads that are neither rotated nor stored yet; the newest token is there.
     """
     group, row, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     STEP: tl.constexpr = DEPTH * LANES
@@ -77,16 +135,25 @@ def multi_head(  # noqa: PLR0915
     if PDL:
         gdc_wait()
     lane = tl.arange(0, LANES)[None, :, None, None]
-    spread = inner + lane * 0  # every lane its own copy, in the tile's layout
-    query = tl.load(q + row.to(tl.int64) * q_stride + spread, mask=inside, other=0.0).to(tl.float32) * scale_log2
+    spread = inner + lane * 0  # a copy for every lane, in the tile's layout
     begins = lane < tl.where(last == length, 1, 0)  # the first lane of the newest token's split
-    fresh = slot * row_stride + spread  # past the L1 cache, which may hold this line as it was before the wait
-    k_new = tl.load(k + fresh, mask=inside & begins, other=0.0, cache_modifier=".cg").to(tl.float32)
-    v_new = tl.load(v + fresh, mask=inside & begins, other=0.0, cache_modifier=".cg").to(tl.float32)
-    if SCALED:
-        coded = slot * scale_stride + heads[:, None, None, None] + lane * 0
-        k_new *= tl.load(k_scale + coded, mask=begins, other=0.0, cache_modifier=".cg").to(tl.float32)
-        v_new *= tl.load(v_scale + coded, mask=begins, other=0.0, cache_modifier=".cg").to(tl.float32)
+    fresh = slot * row_stride + spread
+    scale_fresh = slot * scale_stride + heads[:, None, None, None] + lane * 0
+    q += row.to(tl.int64) * q_stride
+    if HALF > 0:
+        column = dims[None, None, None, :] + lane * 0 + heads[:, None, None, None] * 0
+        head = heads[:, None, None, None] * D + lane * 0
+        own, other = _turn(cos + row * HALF, sin + row * HALF, column, D, HALF)
+        query = _rotated(q + head, column, inside, own, other, D, HALF)
+        k_new = _rotated(q + HEADS * D + head, column, inside & begins, own, other, D, HALF)
+        v_new = tl.load(q + 2 * HEADS * D + spread, mask=inside & begins, other=0.0).to(tl.float32)
+        k_new = _keep(k_new, k, k_scale, fresh, scale_fresh, inside & begins, begins, SCALED, 3)
+        v_new = _keep(v_new, v, v_scale, fresh, scale_fresh, inside & begins, begins, SCALED, 3)
+    else:
+        query = tl.load(q + spread, mask=inside, other=0.0).to(tl.float32)
+        k_new = _kept(k, k_scale, fresh, scale_fresh, inside & begins, begins, SCALED)
+        v_new = _kept(v, v_scale, fresh, scale_fresh, inside & begins, begins, SCALED)
+    query *= scale_log2
     begun = (tl.arange(0, LANES) < tl.where(last == length, 1, 0))[None, :]
     top = tl.where(begun, tl.sum(tl.sum(k_new * query, 3), 2), LOWEST)
     total = tl.where(begun, 1.0, tl.zeros([BLOCK, LANES], tl.float32))

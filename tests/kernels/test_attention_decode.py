@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from minicpm_cli.kernels import reference
 from minicpm_cli.kernels.cache import LayerCache, encode
 
 attention_decode = pytest.importorskip("minicpm_cli.kernels.attention_decode")
@@ -147,3 +148,25 @@ def test_splits_are_bounded(programs: int, longest: int) -> None:
     splits, chunk = attention_decode.split_count(programs, longest)
     assert 1 <= splits <= max(8192 // programs, 1)
     assert splits == 1 or (splits - 1) * chunk < longest
+
+
+@pytest.mark.parametrize("cached", [torch.float32, torch.float16, torch.float8_e4m3fn, torch.int8])
+@pytest.mark.parametrize(("width", "rotated"), [(64, 64), (80, 32)])
+def test_rotating_and_storing_on_the_way(width: int, rotated: int, cached: torch.dtype, kernel_device: str) -> None:
+    """The cache afterwards, and the attention over it, are those of the operations one after the other."""
+    lengths, heads, dtype = (1, 16, 33, 81), 4, torch.float32 if cached == torch.float32 else torch.float16
+    table, pages = shuffled_table(lengths, PAGE, kernel_device)
+    cache = random_cache(pages, PAGE, heads, width, width, cached, kernel_device)
+    qkv = torch.randn(len(lengths), 3 * heads, width).to(dtype).to(kernel_device)
+    angles = torch.rand(len(lengths), 1, rotated // 2).mul(6).to(kernel_device)
+    kv_len = torch.tensor(lengths, dtype=torch.int32, device=kernel_device)
+    decode = attention_decode.DecodeAttention(torch.device(kernel_device))
+    found = decode.rope_store_decode(qkv, (angles.cos(), angles.sin()), cache, table, kv_len, 0.125, PAGE)
+    rows, scales = cache.rows.clone(), None if cache.scales is None else cache.scales.clone()
+    last = torch.tensor([n - 1 for n in lengths], device=kernel_device)
+    slots = table[range(len(lengths)), last // PAGE].long() * PAGE + last % PAGE
+    reference.rope_store(qkv, angles.cos(), angles.sin(), heads, cache, slots)
+    cut = kernel_device == "cpu" and cached == torch.float8_e4m3fn  # the interpreter does not round to float8
+    stored, wanted = _values(rows, scales), _values(cache.rows, cache.scales)
+    assert error(stored[slots.cpu()], wanted[slots.cpu()]) < (0.06 if cut else 1e-4)
+    assert error(found, expected(qkv[:, :heads], cache, table, lengths, 0.125)) < (0.06 if cut else TOLERANCE[dtype])
