@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -30,18 +32,38 @@ __all__ = [
     "Joined",
     "Linear",
     "Unpacking",
+    "make_dense",
     "make_linear",
 ]
 
+HALVES = (torch.bfloat16, torch.float16)
 
-def make_linear(stored: Sequence[Tensor | Packed], device: torch.device, dtype: torch.dtype) -> Linear:
-    """One layer over the rows of all `stored` matrices, in the fastest form that `device` runs at `dtype`."""
+
+def make_linear(
+    stored: Sequence[Tensor | Packed], device: torch.device, dtype: torch.dtype, kernels: Path | None = None
+) -> Linear:
+    """One layer over the rows of all `stored` matrices, in the fastest form that `device` runs at `dtype`.
+
+    Kernels compiled for it are kept in the folder `kernels`, if one is given.
+    """
     packed = [s for s in stored if not isinstance(s, Tensor)]
     if not packed:
-        return Dense(_joined([s for s in stored if isinstance(s, Tensor)], device, dtype))
+        return make_dense(_joined([s for s in stored if isinstance(s, Tensor)], device, dtype), kernels)
     if len(packed) == len(stored) and (len(packed) == 1 or all(p.like(packed[0]) for p in packed)):
-        return _packed_linear(join(packed), device, dtype)
-    return Joined([make_linear([s], device, dtype) for s in stored])
+        return _packed_linear(join(packed), device, dtype, kernels)
+    return Joined([make_linear([s], device, dtype, kernels) for s in stored])
+
+
+def make_dense(weight: Tensor, kernels: Path | None = None) -> Linear:  # [N, K]
+    """A layer over plain weights where they are."""
+    if weight.device.type == "cuda":
+        from quant.kernels import gemv, nvrtc
+
+        if gemv.supported(weight, weight.dtype) and nvrtc.unavailable() is None:
+            from quant.layers.cuda_dense import CUDADense
+
+            return CUDADense(weight, kernels)
+    return Dense(weight)
 
 
 def _joined(parts: Sequence[Tensor], device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -54,12 +76,12 @@ def _joined(parts: Sequence[Tensor], device: torch.device, dtype: torch.dtype) -
     return weight
 
 
-def _packed_linear(packed: Packed, device: torch.device, dtype: torch.dtype) -> Linear:
+def _packed_linear(packed: Packed, device: torch.device, dtype: torch.dtype, kernels: Path | None) -> Linear:
     if device.type == "cpu":
         return _cpu_linear(packed, dtype)
     placed = packed.to(device)
     if isinstance(placed, GroupInt):
-        return _gathered(Unpacking(_in_stored_order(placed), dtype), placed.order)
+        return _gathered(_cuda_integers(_in_stored_order(placed), dtype, kernels), placed.order)
     if isinstance(placed, NF4) and device.type == "cuda" and placed.shape[1] % placed.block == 0:
         return BitsAndBytes4(placed, dtype)
     if isinstance(placed, Int8) and device.type == "cuda":
@@ -67,6 +89,17 @@ def _packed_linear(packed: Packed, device: torch.device, dtype: torch.dtype) -> 
     if isinstance(placed, FP8) and fp8.runs_on(device, placed.shape[1]):
         return fp8.ScaledFP8(placed, dtype)
     return Unpacking(placed, dtype)
+
+
+def _cuda_integers(packed: GroupInt, dtype: torch.dtype, kernels: Path | None) -> Linear:
+    """By kernels of our own in 16 bits, where Triton compiles those for many rows; else unpacked every time."""
+    whole_words = packed.shape[1] * packed.bits % 32 == 0
+    if packed.codes.device.type == "cuda" and whole_words and dtype in HALVES and find_spec("triton") is not None:
+        from quant.kernels import layout, nvrtc
+        from quant.layers.cuda_int import CUDAInt
+
+        return CUDAInt(layout.pack(packed), dtype, kernels, compiled=nvrtc.unavailable() is None)
+    return Unpacking(packed, dtype)
 
 
 def _cpu_linear(packed: Packed, dtype: torch.dtype) -> Linear:

@@ -1,0 +1,228 @@
+"""Products of 1 to 8 rows with plain or group-wise weights on CUDA: what the kernel in gemv.cu is told."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from dataclasses import astuple, dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from quant.kernels import nvrtc
+from quant.kernels.layout import DeviceInt
+from quant.layers.around import Gate, Norm
+
+SOURCE = Path(__file__).with_name("gemv.cu")
+MOST_ROWS = 8
+BLOCK_ROWS = 4  # of x in one pass of the tensor cores
+TILE = 8  # rows of W in one pass
+SCALES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
+GATES = {"silu": 1, "relu": 2}
+PROCESSORS = 132  # of an H200; another number changes the speed only
+FEWEST_WARPS, MOST_WARPS = 6, 12
+MOST_BLOCK_ROWS = 96
+ALIGNMENT = 16  # bytes of an access
+SHARED_BYTES = 227 << 10  # that a block may have on Hopper
+BLOCK_BYTES = 130 << 10  # that it is given, so that the next kernel's blocks find room beside it
+
+
+class Parameters(ctypes.Structure):
+    """`Params` of the kernel, field by field."""
+
+    _fields_ = (
+        ("weight", ctypes.c_void_p),
+        ("scale", ctypes.c_void_p),
+        ("zero", ctypes.c_void_p),
+        ("shift", ctypes.c_void_p),
+        ("x", ctypes.c_void_p),
+        ("norm", ctypes.c_void_p),
+        ("onto", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("N", ctypes.c_int),
+        ("K", ctypes.c_int),
+        ("groups", ctypes.c_int),
+        ("group", ctypes.c_int),
+        ("T", ctypes.c_int),
+        ("rows", ctypes.c_int),
+        ("column_warps", ctypes.c_int),
+        ("row_warps", ctypes.c_int),
+        ("gate", ctypes.c_int),
+        ("wide", ctypes.c_int),
+        ("eps", ctypes.c_float),
+        ("alpha", ctypes.c_float),
+        ("threshold", ctypes.c_float),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What the kernel is compiled for."""
+
+    bits: int  # 4, 8, or 16 for plain weights
+    half: bool  # float16, else bfloat16
+    scale: int = 0
+    kind: int = 0  # 0: every zero point is the middle; 1: zero points; 2: shifts
+    run: int = 4  # words of a row under one scale, as the kernel reads them
+    blocks: int = 1  # of 4 rows of x
+    depth: int = 8  # items requested ahead
+
+    @property
+    def step(self) -> int:
+        """Columns of an item."""
+        return 256 if self.bits == 4 else 128
+
+    @property
+    def item_bytes(self) -> int:
+        return 2048 if self.bits == 16 else 1024
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        names = ("BITS", "HALF", "SCALE", "KIND", "RUN", "NB", "DEPTH")
+        return tuple(f"-D{name}={int(value)}" for name, value in zip(names, astuple(self), strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How a product is spread: rows of outputs a block, its warps along the columns and along the rows."""
+
+    rows: int
+    column_warps: int
+    row_warps: int = 1
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.column_warps * self.row_warps
+
+    def grid(self, outputs: int) -> int:
+        return -(-outputs // self.rows)
+
+    def shared_bytes(self, form: Form, k: int, groups: int, gated: bool) -> int:
+        tiles = -(-self.rows // TILE) * (2 if gated else 1)
+        steps = -(-k // form.step)
+        items = -(-steps // self.column_warps) * -(-tiles // self.row_warps)
+        ring = self.column_warps * self.row_warps * min(items, form.depth) * form.item_bytes
+        scales = 0 if form.bits == 16 else tiles * TILE * (groups | 1) * (4 if form.kind == 0 else 8)
+        sums = self.column_warps * tiles * form.blocks * 128
+        return ring + scales + sums + self.column_warps * form.blocks * 16
+
+
+def choose(form: Form, n: int, k: int, groups: int, gated: bool) -> Launch:
+    """One block a multiprocessor for a layer's matrices, and several in turn for a head's.
+
+    The warps share out the columns so that as few as possible idle in the last round.
+    """
+    halves, steps = 2 if gated else 1, -(-k // form.step)
+    candidates = range(min(steps, FEWEST_WARPS), min(steps, MOST_WARPS) + 1)
+    column_warps = min(candidates, key=lambda c: (-(-steps // c) * c - steps, -c))
+    outputs = n // halves
+    blocks = max(-(-outputs * halves // MOST_BLOCK_ROWS), min(outputs, PROCESSORS))
+    launch = Launch(-(-outputs // blocks), column_warps, max(1, FEWEST_WARPS // column_warps))
+    while launch.rows > 1 and launch.shared_bytes(form, k, groups, gated) > BLOCK_BYTES:
+        launch = replace(launch, rows=launch.rows // 2)
+    return launch
+
+
+def form_of(weight: Tensor | DeviceInt, dtype: torch.dtype) -> Form:
+    half = dtype == torch.float16
+    if isinstance(weight, Tensor):
+        return Form(16, half)
+    kind = 2 if weight.shift is not None else 0 if weight.zero is None else 1
+    return Form(weight.bits, half, SCALES[weight.scale.dtype], kind, _run(weight.bits, weight.group))
+
+
+def _run(bits: int, group: int) -> int:
+    """4 where whole chunks share a scale; 4 bits: words of 32 columns in a chunk of 128; 8 bits: of 16 in 64."""
+    if bits == 8:
+        return 4 if group % 64 == 0 else 2
+    return 4 if group % 128 == 0 else 2 if group % 64 == 0 else 1
+
+
+def parameters(weight: Tensor | DeviceInt, launch: Launch) -> Parameters:
+    """All that does not change from call to call."""
+    p = Parameters(rows=launch.rows, column_warps=launch.column_warps, row_warps=launch.row_warps)
+    if isinstance(weight, Tensor):
+        p.weight, (p.N, p.K), p.groups, p.group = weight.data_ptr(), weight.shape, 1, weight.shape[1]
+        return p
+    p.weight, p.scale, p.N, p.K = weight.words.data_ptr(), weight.scale.data_ptr(), weight.N, weight.K
+    p.groups, p.group = weight.scale.shape[1], weight.group
+    p.zero = None if weight.zero is None else weight.zero.data_ptr()
+    p.shift = None if weight.shift is None else weight.shift.data_ptr()
+    return p
+
+
+def set_call(
+    p: Parameters, x: Tensor, out: Tensor, norm: Norm | None, gate: Gate | None, onto: Tensor | None, alpha: float
+) -> None:
+    """What changes from call to call."""
+    p.x, p.out, p.T, p.alpha, p.wide = x.data_ptr(), out.data_ptr(), x.shape[0], alpha, out.dtype == torch.float32
+    p.norm, p.eps = (norm.weight.data_ptr(), norm.eps) if norm else (None, 0.0)
+    p.gate, p.threshold = (GATES[gate.kind], gate.threshold) if gate else (0, 0.0)
+    p.onto = None if onto is None else onto.data_ptr()
+
+
+def supported(weight: Tensor | DeviceInt, dtype: torch.dtype) -> bool:
+    """Whether the kernel multiplies by these weights: rows of whole 16-byte pieces, groups of whole words."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        return False
+    if isinstance(weight, Tensor):
+        rows_fit = weight.shape[1] % (ALIGNMENT // 2) == 0 and weight.is_contiguous()
+        return weight.dtype == dtype and rows_fit and weight.data_ptr() % ALIGNMENT == 0
+    return weight.K % 32 == 0 and weight.group % 32 == 0 and weight.words.data_ptr() % ALIGNMENT == 0
+
+
+class Gemv:
+    """The products of one matrix with 1 to 8 rows, compiled when it is made."""
+
+    def __init__(self, weight: Tensor | DeviceInt, dtype: torch.dtype, folder: Path | None = None) -> None:
+        self.weight, self.form = weight, form_of(weight, dtype)  # the launches hold only its address
+        self.N, self.K = weight.shape if isinstance(weight, Tensor) else (weight.N, weight.K)
+        self.groups = 1 if isinstance(weight, Tensor) else weight.scale.shape[1]
+        self.folder = folder
+        self.device = weight.device if isinstance(weight, Tensor) else weight.words.device
+        self.launchers: dict[tuple[int, bool], tuple[nvrtc.Launcher, Parameters]] = {}
+        for blocks in range(1, MOST_ROWS // BLOCK_ROWS + 1):
+            self._kernel(blocks)
+
+    def __call__(
+        self,
+        x: Tensor,  # [T, K]
+        norm: Norm | None = None,
+        gate: Gate | None = None,
+        onto: Tensor | None = None,  # [T, N], or N/2 behind a gate
+        alpha: float = 1.0,
+        *,
+        float32_out: bool = False,
+    ) -> Tensor:
+        """onto + alpha * gate(W @ norm(x)), summed in float32 and rounded once to x's type, or not at all."""
+        outputs = self.N // 2 if gate else self.N
+        out = x.new_empty(x.shape[0], outputs, dtype=torch.float32 if float32_out else x.dtype)
+        launcher, changing = self._launcher(-(-x.shape[0] // BLOCK_ROWS), gate is not None)
+        inputs = x if x.is_contiguous() else x.contiguous()
+        base = None if onto is None else onto if onto.is_contiguous() else onto.contiguous()
+        set_call(changing, inputs, out, norm, gate, base, alpha)
+        launcher(torch.cuda.current_stream(self.device).cuda_stream)
+        return out
+
+    def _launcher(self, blocks: int, gated: bool) -> tuple[nvrtc.Launcher, Parameters]:
+        key = blocks, gated
+        if key not in self.launchers:
+            launch, form = choose(self.form, self.N, self.K, self.groups, gated), replace(self.form, blocks=blocks)
+            shared = launch.shared_bytes(form, self.K, self.groups, gated)
+            grid = launch.grid(self.N // 2 if gated else self.N)
+            fixed = parameters(self.weight, launch)
+            self.launchers[key] = self._kernel(blocks).launcher(grid, launch.threads, shared, fixed), fixed
+        return self.launchers[key]
+
+    def _kernel(self, blocks: int) -> nvrtc.Kernel:
+        return kernel(replace(self.form, blocks=blocks), self.device, self.folder)
+
+
+@functools.cache
+def kernel(form: Form, device: torch.device, folder: Path | None) -> nvrtc.Kernel:
+    """Compiled or read from `folder` once a process and device."""
+    major, minor = torch.cuda.get_device_capability(device)
+    with torch.cuda.device(device):
+        cubin = nvrtc.cached_cubin(SOURCE.read_text(), form.options, f"sm_{major}{minor}", folder)
+        return nvrtc.load(cubin, "gemv", SHARED_BYTES)

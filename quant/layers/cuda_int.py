@@ -1,0 +1,68 @@
+"""Group-wise 4- and 8-bit weights on CUDA, each number of rows through the product that is fastest for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from quant.kernels import gemv, int_rows
+from quant.kernels.dequantize import dequantize
+from quant.kernels.layout import DeviceInt
+from quant.layers.around import Gate, Norm
+
+# From here on unpacking into scratch and cuBLAS win.
+PACKED_ROWS = 128
+
+
+class CUDAInt:
+    """Up to `fused_rows` rows by the kernel that computes what is around the product too; then tensor cores on packed
+    weights; then cuBLAS on unpacked ones. Columns in the order of the inputs."""
+
+    def __init__(
+        self, packed: DeviceInt, dtype: torch.dtype, folder: Path | None = None, *, compiled: bool = True
+    ) -> None:
+        self.packed, self.dtype = packed, dtype
+        self.out_features = packed.N
+        fits = compiled and gemv.supported(packed, dtype)
+        self.gemv = gemv.Gemv(packed, dtype, folder) if fits else None
+        self.fused_rows = gemv.MOST_ROWS if fits else 0
+        self.packed_rows = PACKED_ROWS if int_rows.supported(packed, dtype) else 0
+
+    @property
+    def nbytes(self) -> int:
+        return self.packed.nbytes
+
+    def __call__(self, x: Tensor) -> Tensor:  # [T, K]
+        if self.gemv and 0 < len(x) <= self.fused_rows:
+            return self.gemv(x)
+        if len(x) <= self.packed_rows:
+            return int_rows.product(x, self.packed)
+        return functional.linear(x, self.dequantize())
+
+    def fused(
+        self,
+        x: Tensor,  # [T, K]
+        norm: Norm | None = None,
+        gate: Gate | None = None,
+        onto: Tensor | None = None,
+        alpha: float = 1.0,
+        *,
+        float32_out: bool = False,
+    ) -> Tensor:
+        """onto + alpha * gate(W @ norm(x)) for 1 to `fused_rows` rows, rounded once."""
+        assert self.gemv is not None
+        return self.gemv(x, norm, gate, onto, alpha, float32_out=float32_out)
+
+    def added(self, x: Tensor, onto: Tensor, alpha: float) -> Tensor:  # [T, N]
+        """onto + alpha * W @ x for any number of rows."""
+        if self.gemv and 0 < len(x) <= self.fused_rows:
+            return self.gemv(x, onto=onto, alpha=alpha)
+        if len(x) <= self.packed_rows:
+            return int_rows.product(x, self.packed, onto, alpha)
+        return torch.addmm(onto, x, self.dequantize().T, alpha=alpha)
+
+    def dequantize(self) -> Tensor:  # [N, K]
+        return dequantize(self.packed, self.dtype)

@@ -1,0 +1,136 @@
+"""The CUDA kernel's own text, compiled for the CPU and run thread by thread, against float64."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from quant.kernels.gemv import SOURCE, Form, Launch, form_of, parameters, set_call
+from quant.kernels.layout import DeviceInt, pack
+from quant.layers.around import Gate, Norm, around
+from quant.pack import GroupInt
+from steps import relative_error
+
+EMULATOR = Path(__file__).with_name("gemv_emulator.cpp")
+ROUNDING = {torch.bfloat16: 4e-3, torch.float16: 5e-4}
+# Codes are read as 1024 + code (float16), 128 + code or 2176 + code (bfloat16): the offset cancels in float32.
+CANCELLED = 5e-5
+Emulate = Callable[[Form], ctypes.CDLL]
+
+
+@pytest.fixture(scope="module")
+def emulated(tmp_path_factory: pytest.TempPathFactory) -> Emulate:
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("no g++ to compile the emulated kernel")
+    folder, libraries = tmp_path_factory.mktemp("gemv"), dict[Form, ctypes.CDLL]()
+
+    def library(form: Form) -> ctypes.CDLL:
+        if form not in libraries:
+            to = folder / f"{len(libraries)}.so"
+            options = ["-O1", "-std=c++17", "-shared", "-fPIC", "-w", f'-DKERNEL="{SOURCE}"', *form.options]
+            subprocess.run([compiler, *options, "-o", str(to), str(EMULATOR)], check=True)
+            libraries[form] = ctypes.CDLL(str(to))
+        return libraries[form]
+
+    return library
+
+
+def integers(bits: int, n: int, k: int, group: int, kind: str, scale: torch.dtype = torch.float16) -> DeviceInt:
+    g = torch.Generator().manual_seed(n + k)
+    codes = torch.randint(0, 2**bits, (n, k), generator=g)
+    scales = (torch.rand(n, k // group, generator=g) * 0.02 + 0.001).to(scale)
+    zeros = torch.randint(0, 2**bits, (n, k // group), generator=g) if kind == "zero" else None
+    packed = GroupInt.from_unsigned(bits, group, codes, scales, zeros)
+    if kind == "shift":
+        packed = replace(packed, zero=None, offset=torch.randn(n, k // group, generator=g).to(scale) * 0.1)
+    return pack(packed)
+
+
+def run(
+    library: ctypes.CDLL,
+    form: Form,
+    launch: Launch,
+    weight: Tensor | DeviceInt,
+    x: Tensor,
+    norm: Norm | None = None,
+    gate: Gate | None = None,
+    onto: Tensor | None = None,
+    alpha: float = 1.0,
+    wide: bool = False,
+) -> Tensor:
+    p = parameters(weight, launch)
+    outputs = p.N // 2 if gate else p.N
+    out = torch.full((x.shape[0], outputs), torch.nan, dtype=torch.float32 if wide else x.dtype)
+    set_call(p, x, out, norm, gate, onto, alpha)
+    shared = launch.shared_bytes(form, p.K, p.groups, gate is not None)
+    library.emulate(ctypes.byref(p), launch.grid(outputs), launch.threads, shared)
+    assert not library.overrun(shared)
+    return out
+
+
+def inputs(rows: int, k: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(rows, k, generator=torch.Generator().manual_seed(9)).to(dtype)
+
+
+def check(
+    emulated: Emulate, weight: Tensor | DeviceInt, launch: Launch, rows: int = 1, dtype: torch.dtype = torch.bfloat16,
+    depth: int = 2, norm: bool = False, gate: Gate | None = None, onto: bool = False, wide: bool = False,
+) -> None:  # fmt: skip
+    form = replace(form_of(weight, dtype), blocks=-(-rows // 4), depth=depth)
+    k = weight.shape[1] if isinstance(weight, Tensor) else weight.K
+    n = weight.shape[0] if isinstance(weight, Tensor) else weight.N
+    x, before = inputs(rows, k, dtype), Norm(inputs(1, k, dtype)[0].abs(), 1e-5) if norm else None
+    base = inputs(rows, n // 2 if gate else n, dtype) if onto else None
+    y = run(emulated(form), form, launch, weight, x, before, gate, base, 0.37 if onto else 1.0, wide)
+    dense = weight.double() if isinstance(weight, Tensor) else weight.dequantize(torch.float64)
+    wide_base = None if base is None else base.double()
+    normed = before(x).double() if before else x.double()
+    exact = around(lambda v: v @ dense.T, normed, None, gate, wide_base, 0.37 if onto else 1.0)
+    assert relative_error(y, exact) < (CANCELLED if wide else ROUNDING[dtype])
+
+
+@pytest.mark.parametrize(
+    ("bits", "group", "kind", "dtype", "scale"),
+    [
+        (4, 128, "middle", torch.bfloat16, torch.float16),
+        (4, 384, "shift", torch.float16, torch.float32),
+        (4, 64, "zero", torch.bfloat16, torch.bfloat16),
+        (4, 96, "middle", torch.float16, torch.float16),
+        (4, 32, "shift", torch.bfloat16, torch.float16),
+        (8, 128, "middle", torch.bfloat16, torch.float16),
+        (8, 32, "zero", torch.bfloat16, torch.float16),
+        (8, 96, "shift", torch.float16, torch.float16),
+    ],
+)
+def test_integers(
+    emulated: Emulate, bits: int, group: int, kind: str, dtype: torch.dtype, scale: torch.dtype
+) -> None:  # fmt: skip
+    check(emulated, integers(bits, 21, 384, group, kind, scale), Launch(19, 2), dtype=dtype, wide=True)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 5, 8])
+@pytest.mark.parametrize("bits", [4, 8, 16])
+def test_rows_of_x(emulated: Emulate, bits: int, rows: int) -> None:
+    weight = torch.randn(37, 200).bfloat16() if bits == 16 else integers(bits, 37, 352, 32, "middle")
+    check(emulated, weight, Launch(24, 1, 2), rows, norm=True)
+
+
+@pytest.mark.parametrize("gate", [Gate("silu"), Gate("relu", 0.1), None])
+@pytest.mark.parametrize("bits", [4, 16])
+def test_what_is_around(emulated: Emulate, bits: int, gate: Gate | None) -> None:
+    weight = torch.randn(42, 264).bfloat16() if bits == 16 else integers(bits, 42, 288, 288, "middle")
+    check(emulated, weight, Launch(9, 2, 2), 3, gate=gate, onto=True, norm=True)
+
+
+@pytest.mark.parametrize("depth", [2, 3, 5])
+def test_fewer_requests_ahead_than_items(emulated: Emulate, depth: int) -> None:
+    check(emulated, integers(4, 40, 512, 128, "middle"), Launch(40, 1), 1, depth=depth, wide=True)
