@@ -330,11 +330,10 @@ def combine(
     head, row = tl.program_id(0), tl.program_id(1)
     if PDL:
         gdc_launch_dependents()
+        gdc_wait()  # before any return: what follows waits for this kernel alone
     _, _, count = _split_bounds(tl.load(lengths + row), 0, SPLITS, CHUNK, STEP)
     if count == 1:
         return
-    if PDL:
-        gdc_wait()
     place = row.to(tl.int64) * HEADS + head + tl.arange(0, 1)
     dims = tl.arange(0, DP)
     mixed, total = _merge(partials, stats, place, dims, count, D, DP, 1, SPLITS)
