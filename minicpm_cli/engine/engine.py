@@ -8,11 +8,12 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from minicpm_cli.engine.graphs import Draw
+from minicpm_cli.engine.memory_ledger import Phase
 from minicpm_cli.engine.runner import Flight, Model, Runner
 from minicpm_cli.engine.scheduler import Plan, Scheduler
 from minicpm_cli.engine.sequence import EngineConfig, EngineRequest, TokenEvent
@@ -23,6 +24,16 @@ __all__ = ["Engine", "EngineConfig", "EngineRequest", "TokenEvent"]
 
 LOOKAHEAD = 2  # requests in hand beyond the seats, so that a seat is filled in the step in which it falls free
 IDLE_SECONDS = 0.001  # pause when nothing runs and the source has nothing right now
+
+
+class Memory(Protocol):
+    """Who watches the memory that steps take."""
+
+    def enter(self, phase: Phase) -> None:
+        """What follows is of that phase."""
+
+    def advice(self, tokens: int, seqs: int) -> str:
+        """For a step that there was no memory for: what would fit."""
 
 
 class Engine:
@@ -39,6 +50,7 @@ class Engine:
         self.config, self.stats, self._clock = config, Stats(), clock
         self.runner = Runner(decoder, kv, config, draw)
         self.scheduler = Scheduler(config, decoder.cfg.vocab, self.stats, clock, host_draws=self.runner.host_draws)
+        self.memory: Memory | None = None
         self._lag = decoder.device.type != "cpu" if config.lag is None else config.lag
         self._flight: Flight | None = None
         self._active: Generator[TokenEvent] | None = None
@@ -85,6 +97,8 @@ class Engine:
         plan = self.scheduler.plan()
         if not plan.chunks:
             return self._land() if self._flight else self._pause()
+        if self.memory is not None:
+            self.memory.enter(self._phase(plan))
         try:
             flight = self.runner.launch(plan)
         except (RuntimeError, MemoryError) as error:
@@ -96,6 +110,14 @@ class Engine:
         waited = self.stats.wait_seconds - waited
         self.stats.note_step(plan.tokens, self._clock() - started - waited)
         return events
+
+    def _phase(self, plan: Plan) -> Phase:
+        pipeline = self.runner.pipeline
+        if not plan.decodes:
+            return "prefill"
+        if pipeline is None or plan.hosted or pipeline.ready(len(plan.chunks), greedy=plan.greedy):
+            return "decode"
+        return "capture"
 
     def _may_lag(self) -> bool:
         """Whether the next step may be launched before the one in flight is known.
@@ -141,10 +163,10 @@ class Engine:
         if self.runner.device.type == "cuda":
             torch.cuda.empty_cache()
         seqs = [chunk.seq for chunk in plan.chunks if not chunk.seq.finished]
-        reason = OutOfMemory(
-            f"out of memory in a step of {plan.tokens} tokens for {len(seqs)} requests. "
-            "Lower --max-seqs, --ctx or --memory-fraction, or close other programs that use the device."
-        )
+        advice = "Lower --max-seqs, --ctx or --memory-fraction, or close other programs that use the device."
+        if self.memory is not None:
+            advice = self.memory.advice(plan.tokens, len(plan.chunks))
+        reason = OutOfMemory(f"out of memory in a step of {plan.tokens} tokens for {len(seqs)} requests. {advice}")
         reason.__cause__ = error.with_traceback(None)
         return self.scheduler.fail(seqs, reason)
 

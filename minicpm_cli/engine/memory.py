@@ -51,6 +51,7 @@ class MemoryPlan:
     `largest_context` is that of one sequence, `largest_batch` of sequences of `context` tokens each.
     """
 
+    form: Form
     free: int
     budget: int
     fixed: int
@@ -130,6 +131,7 @@ def survey_memory(demand: Demand, free_bytes: int, options: MemoryOptions) -> Me
         share = int(free_bytes * CPU_CACHE_SHARE) // (demand.kv_token * page)
         pages = min(pages, max(share, -(-context // page), seqs * -(-min(context, LEAST_SEQ) // page)))
     return MemoryPlan(
+        form=demand.form,
         free=free_bytes,
         budget=budget,
         fixed=options.fixed,

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
 
@@ -20,6 +21,7 @@ from minicpm_cli.llm.device import choose_device, choose_dtype, dtype_name
 from minicpm_cli.llm.info import LLMInfo
 from minicpm_cli.llm.opening import Opened, open_engine, plan_engine, refuse_later
 from minicpm_cli.llm.prompter import Prompter
+from minicpm_cli.llm.watch import Watch
 from minicpm_cli.model.config import ModelConfig
 from minicpm_cli.settings import LoadOptions
 from minicpm_cli.text.detok import TextSink
@@ -31,8 +33,8 @@ SEED_BITS = 53  # a JSON number holds it exactly
 class LLM:
     """See `minicpm_cli.llm.info.LanguageModel`."""
 
-    def __init__(self, prompter: Prompter, engine: Engine, info: LLMInfo) -> None:
-        self._prompter, self._engine, self.info = prompter, engine, info
+    def __init__(self, prompter: Prompter, engine: Engine, info: LLMInfo, watch: Watch | None = None) -> None:
+        self._prompter, self._engine, self.info, self._watch = prompter, engine, info, watch
         self.defaults: SamplingParams = prompter.defaults
 
     @classmethod
@@ -43,8 +45,12 @@ class LLM:
         on_progress: Callable[[int, int], None] | None = None,
         *,
         threads: int | None = None,
+        ledger: Path | None = None,
     ) -> LLM:
-        """Plans the memory, then loads. `on_progress` hears (layers done, layers). Raises ModelError or DeviceError."""
+        """Plans the memory, then loads. `on_progress` hears (layers done, layers). Raises ModelError or DeviceError.
+
+        `ledger` is the folder where the memory that the run took is written down.
+        """
         begun = time.monotonic()
         refuse_later(options)
         if threads is not None:
@@ -56,10 +62,10 @@ class LLM:
         plan = plan_engine(options, checkpoint, device, dtype)
         trained = checkpoint.cfg.context
         prompter.checkpoint = checkpoint = replace(checkpoint, cfg=checkpoint.cfg.with_context(plan.context))
-        opened = open_engine(options, plan, checkpoint, device, dtype, on_progress)
+        opened = open_engine(options, plan, checkpoint, device, dtype, on_progress, ledger)
         info = _info(prompter, files, opened, plan, time.monotonic() - begun)
         notes = _notes(options, checkpoint.cfg, trained, device)
-        return cls(prompter, opened.engine, replace(info, notes=notes))
+        return cls(prompter, opened.engine, replace(info, notes=notes), opened.watch)
 
     def prompt(self, request: Request) -> list[int]:
         return self._prompter.prompt(request)
@@ -80,6 +86,8 @@ class LLM:
 
     def close(self) -> None:
         """Gives the memory back; the model cannot be asked any more."""
+        if self._watch is not None:
+            self._watch.close()
         self._engine = None  # type: ignore[assignment]
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol
 
@@ -12,9 +13,11 @@ import torch
 
 from minicpm_cli.engine.engine import Engine, EngineConfig
 from minicpm_cli.engine.memory import MemoryPlan, plan_memory
+from minicpm_cli.engine.memory_ledger import Kind, shape_of
 from minicpm_cli.errors import OutOfMemory, UsageError
 from minicpm_cli.llm.demand import Sized, demand_of, wanted
-from minicpm_cli.llm.device import dtype_name, free_bytes
+from minicpm_cli.llm.device import device_name, dtype_name, free_bytes
+from minicpm_cli.llm.watch import Watch, versions
 from minicpm_cli.model.decoder import Decoder
 from minicpm_cli.model.kv import KVCache
 from minicpm_cli.model.kv_format import KVFormat
@@ -26,6 +29,8 @@ _LATER = MappingProxyType({"lora": None})
 class Loadable(Sized, Protocol):
     """What is needed of a Checkpoint."""
 
+    def scheme(self, plain: str) -> str: ...
+
     def decoder(
         self, device: torch.device, dtype: torch.dtype, on_progress: Callable[[int, int], None] | None = None
     ) -> Decoder: ...
@@ -36,6 +41,7 @@ class Opened:
     engine: Engine
     decoder: Decoder
     kv: KVCache
+    watch: Watch
 
 
 def refuse_later(options: LoadOptions) -> None:
@@ -58,17 +64,24 @@ def open_engine(
     device: torch.device,
     dtype: torch.dtype,
     on_progress: Callable[[int, int], None] | None = None,
+    ledger: Path | None = None,
 ) -> Opened:
     """Loads the weights, whose rotation tables are as long as the checkpoint's cfg says, and allocates the cache.
 
-    `options` are those that were planned for.
+    `options` are those that were planned for; `ledger` is the folder where the measured memory is kept.
     """
     kv_format = KVFormat.of(options.kv_dtype, dtype_name(dtype))
+    scheme = checkpoint.scheme(dtype_name(dtype))
+    kind = Kind(shape_of(checkpoint.cfg), scheme, kv_format.name, device_name(device), versions())
+    watch = Watch(plan, checkpoint.cfg, kind, device, ledger)
     with _memory_errors(device):
-        decoder = checkpoint.decoder(device, dtype, on_progress)
+        with watch.during("load"):
+            decoder = checkpoint.decoder(device, dtype, on_progress)
         kv = KVCache.allocate(decoder.cfg, plan.pages, plan.page_size, device, dtype, kv_format)
     assert kv.nbytes == plan.cache, (kv.nbytes, plan.cache)
-    return Opened(Engine(decoder, kv, _engine_config(plan, options)), decoder, kv)
+    engine = Engine(decoder, kv, _engine_config(plan, options))
+    engine.memory = watch
+    return Opened(engine, decoder, kv, watch)
 
 
 def _engine_config(plan: MemoryPlan, options: LoadOptions) -> EngineConfig:
