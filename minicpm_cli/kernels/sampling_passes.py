@@ -65,9 +65,8 @@ def peaks(
     tl.store(part_id + at, tl.min(tl.where((keys == key) & inside, ids, NOWHERE), 0))
     if block == 0:
         tl.store(arrived + row, 0)
-    if t != 0.0:
-        peak = value_of(key)
-        peak = tl.where(finite(peak), peak, 0.0)
+    peak = value_of(key)
+    if (t != 0.0) & finite(peak):
         tl.store(part_mass + at, tl.sum(tl.exp2((x - peak) * (LOG2E / t)).to(tl.float64), 0))
 
 
