@@ -23,6 +23,7 @@ GATES = {"silu": 1, "relu": 2}
 PROCESSORS = 132  # of an H200; another number changes the speed only
 FEWEST_WARPS, MOST_WARPS = 6, 12
 MOST_BLOCK_ROWS = 96
+PLAIN_DEPTH = 4  # items of plain weights are twice as long
 ALIGNMENT = 16  # bytes of an access
 SHARED_BYTES = 227 << 10  # that a block may have on Hopper
 BLOCK_BYTES = 130 << 10  # that it is given, so that the next kernel's blocks find room beside it
@@ -66,7 +67,7 @@ class Form:
     kind: int = 0  # 0: every zero point is the middle; 1: zero points; 2: shifts
     run: int = 4  # words of a row under one scale, as the kernel reads them
     blocks: int = 1  # of 4 rows of x
-    depth: int = 8  # items requested ahead
+    depth: int = 12  # items requested ahead
 
     @property
     def step(self) -> int:
@@ -127,7 +128,7 @@ def choose(form: Form, n: int, k: int, groups: int, gated: bool) -> Launch:
 def form_of(weight: Tensor | DeviceInt, dtype: torch.dtype) -> Form:
     half = dtype == torch.float16
     if isinstance(weight, Tensor):
-        return Form(16, half)
+        return Form(16, half, depth=PLAIN_DEPTH)
     kind = 2 if weight.shift is not None else 0 if weight.zero is None else 1
     return Form(weight.bits, half, SCALES[weight.scale.dtype], kind, _run(weight.bits, weight.group))
 

@@ -1,0 +1,71 @@
+"""How products are spread over a GPU, for every shape of the family; and the files that keep compiled kernels."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from quant.kernels import nvrtc
+from quant.kernels.gemv import PLAIN_DEPTH, SHARED_BYTES, Form, choose
+
+# 2B, 8B, 0.5B, 3-4B, a tiny one; the heads.
+SHAPES = [
+    (6912, 2304, False), (2304, 2304, False), (11520, 2304, True), (2304, 5760, False), (122753, 2304, False),
+    (4608, 4096, False), (32768, 4096, True), (4096, 16384, False), (73448, 4096, False), (1024, 1024, False),
+    (12800, 2560, True), (2560, 6400, False), (1056, 288, False), (288, 576, False), (6, 64, True), (1, 32, False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("blocks", [1, 2])
+@pytest.mark.parametrize("bits", [4, 8, 16])
+@pytest.mark.parametrize(("n", "k", "gated"), SHAPES)
+def test_every_output_is_some_block_s(n: int, k: int, gated: bool, bits: int, blocks: int) -> None:
+    for group in (k,) if bits == 16 else (32, 128, k):
+        if k % group:
+            continue
+        form = Form(bits, False, blocks=blocks, depth=PLAIN_DEPTH if bits == 16 else 12)
+        launch = choose(form, n, k, k // group, gated)
+        outputs = n // 2 if gated else n
+        assert launch.grid(outputs) * launch.rows >= outputs > (launch.grid(outputs) - 1) * launch.rows
+        assert launch.shared_bytes(form, k, k // group, gated) <= SHARED_BYTES
+        assert launch.threads <= 512
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Sources compiled so far; the machine code of one is its text in capitals."""
+    sources: list[str] = []
+
+    def compile_cubin(source: str, options: tuple[str, ...], arch: str) -> bytes:
+        sources.append(source)
+        return source.upper().encode()
+
+    monkeypatch.setattr(nvrtc, "compile_cubin", compile_cubin)
+    monkeypatch.setattr(nvrtc, "_key", lambda source, options, arch: f"{source}{len(options)}{arch}")
+    return sources
+
+
+def test_a_kernel_is_compiled_once(compiled: list[str], tmp_path: Path) -> None:
+    folder = tmp_path / "not there yet"
+    for _ in range(3):
+        assert nvrtc.cached_cubin("a", (), "sm_90", folder) == b"A"
+    assert nvrtc.cached_cubin("a", ("-DX",), "sm_90", folder) == b"A"
+    assert compiled == ["a", "a"]
+    assert len(list(folder.iterdir())) == 2
+
+
+@pytest.mark.parametrize("damage", [b"", b"short", b"x" * 64])
+def test_a_damaged_file_is_compiled_again(compiled: list[str], tmp_path: Path, damage: bytes) -> None:
+    nvrtc.cached_cubin("a", (), "sm_90", tmp_path)
+    (file,) = tmp_path.iterdir()
+    whole = file.read_bytes()
+    file.write_bytes(damage)
+    assert nvrtc.cached_cubin("a", (), "sm_90", tmp_path) == b"A"
+    assert (file.read_bytes(), compiled) == (whole, ["a", "a"])
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(compiled: list[str], tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert nvrtc.cached_cubin("a", (), "sm_90", tmp_path / "file") == b"A"
+    assert nvrtc.cached_cubin("a", (), "sm_90", None) == b"A"
