@@ -58,7 +58,7 @@ class MemoryMeter:
     def _now(self, phase: Phase) -> tuple[int, int]:
         if self._cuda is not None:
             stats = torch.cuda.memory_stats(self._cuda)
-            return int(stats["allocated_bytes.all.peak"]), int(stats["reserved_bytes.all.peak"])
+            return int(stats.get("allocated_bytes.all.peak", 0)), int(stats.get("reserved_bytes.all.peak", 0))
         # Files are mapped while they are loaded, which is no memory of ours.
         own = (
             _resident("RssAnon") - self._base["RssAnon"]
