@@ -31,7 +31,7 @@ class Staging:
 
     def place(self, stored: Tensor) -> Tensor:
         """`stored` on the device, of the same type and shape."""
-        if stored.device == self.device or stored.nbytes < SMALL or not stored.is_contiguous():
+        if stored.device.type != "cpu" or stored.nbytes < SMALL or not stored.is_contiguous():
             return stored.to(self.device)
         placed = torch.empty(stored.shape, dtype=stored.dtype, device=self.device)
         source, target = stored.view(-1).view(torch.uint8), placed.view(-1).view(torch.uint8)
