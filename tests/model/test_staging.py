@@ -32,6 +32,14 @@ def test_other_layouts_go_the_plain_way() -> None:
     staging.close()
 
 
+@pytest.mark.parametrize("name", ["cuda", "cuda:0"])
+def test_what_is_there_already_stays(name: str) -> None:
+    stored, staging = torch.randn(700, 900, device=name), Staging(torch.device(name))
+    assert torch.equal(staging.place(stored), stored)
+    assert staging.place(stored.cpu()).device == stored.device
+    staging.close()
+
+
 def test_a_model_loads_the_same_on_both_devices(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path, "minicpm-1b", fmt="sharded", layers=2, exact=True)
     cfg = Checkpoint.read(path).cfg
