@@ -61,8 +61,8 @@ def fraction(value: Any) -> float:
 
 
 def head_bits(value: Any) -> int:
-    if _number(value) not in (8, 16) or isinstance(_number(value), float):
-        raise ValueError("8 or 16")
+    if _number(value) not in (4, 8, 16) or isinstance(_number(value), float):
+        raise ValueError("4, 8 or 16")
     return int(_number(value))
 
 

@@ -26,6 +26,7 @@ COLD = 400_000_000  # bytes that a chain of operations goes through, several tim
 TOKENS = 8192  # of a full prefill step
 LENGTHS = ((1, 2048), (64, 640))  # sequences that decode, and the tokens of each
 PROMPTS = ((1, 2048), (16, 512))
+HEAD_BITS = {None: 16, "w8": 8, "w4": 4}
 CACHES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 Make = Callable[[], Case]
 
@@ -36,7 +37,7 @@ def makers(cfg: ModelConfig, device: torch.device, dtype: torch.dtype) -> Iterat
     for scheme in (None, "w8", "w4"):
         for rows in (1, 8, 64):
             yield f"products {scheme or 'plain'}", partial(model.products, scheme, rows)
-    for scheme in (None, "w8"):
+    for scheme in (None, "w8", "w4"):
         yield f"head {scheme or 'plain'}", partial(model.head, scheme)
     yield "products of a prefill", model.prefill_products
     for name in (None, *CACHES):
@@ -113,7 +114,7 @@ class Sizes:
         return list(groups.values())
 
     def _product(self, parts: list[tuple[str, int, int]], scheme: str | None) -> Product:
-        load = LoadScheme.of(scheme, 8 if scheme else 16)
+        load = LoadScheme.of(scheme, HEAD_BITS[scheme])
         stored = []
         for name, n, k in parts:
             weight, kind = self.random(n, k), load.matrix(name, k)

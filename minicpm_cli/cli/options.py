@@ -47,7 +47,7 @@ PACKING = (
         "--quantize",
         metavar="SCHEME",
     ),
-    _option("head_bits", int, "8 quantizes the output head at load; 16 does not.", "--head-bits", metavar="8|16"),
+    _option("head_bits", int, "8 or 4 quantizes the output head at load; 16 does not.", "--head-bits", metavar="N"),
     _option(
         "gptq_format", str, "v1 or v2: zero points of GPTQ files that do not say it.", "--gptq-format", metavar="V"
     ),

@@ -62,9 +62,8 @@ class Checkpoint:
             read_config(self.path, options.gptq_format)
         load = LoadScheme.of(options.quantize, options.head_bits)
         load.check(self.cfg)
-        return replace(
-            self, load=replace(load, head=load.head and not self._head_is_packed), gptq_format=options.gptq_format
-        )
+        head = None if self._head_is_packed else load.head
+        return replace(self, load=replace(load, head=head), gptq_format=options.gptq_format)
 
     def decoder(
         self, device: torch.device, dtype: torch.dtype, on_progress: Callable[[int, int], None] | None = None

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from minicpm_cli.errors import UsageError
 from minicpm_cli.model.config import ModelConfig
@@ -14,17 +15,17 @@ from quant.scheme import ROW, Scheme
 
 GROUPS = (128, 64, 32)  # of 4 bits; the largest that divides a row is taken
 # 8 bits have one scale a row, which a CPU multiplies as they are: in groups they would take more memory than bf16. The
-# demo's perplexity of 15.24 becomes 15.29 with such a head, 15.25 with groups of 64.
-HEAD_SCHEME = Scheme("int", 8, ROW)
+# demo's perplexity of 15.24 becomes 15.29 with such a head, 15.25 with groups of 64; with one of 4 bits 17.42.
+HEAD_SCHEMES = MappingProxyType({8: Scheme("int", 8, ROW), 4: Scheme("int", 4, GROUPS[0], symmetric=False)})
 SchemeOf = Callable[[str, int], Scheme | None]
 
 
 @dataclass(frozen=True, slots=True)
 class LoadScheme:
-    """`linear`: the scheme of the blocks' matrices, None for as they come; `head`: whether the head becomes 8 bits."""
+    """Schemes of the blocks' matrices and of the output head; None: as they come."""
 
     linear: Scheme | None = None
-    head: bool = False
+    head: Scheme | None = None
 
     @classmethod
     def of(cls, quantize: str | None, head_bits: int) -> LoadScheme:
@@ -35,12 +36,12 @@ class LoadScheme:
         scheme = Scheme.named(quantize) if quantize else None
         if scheme and (scheme.kind, scheme.bits) == ("int", 4):
             scheme = replace(scheme, symmetric=False)
-        return cls(scheme, head_bits == 8)
+        return cls(scheme, HEAD_SCHEMES.get(head_bits))
 
     def matrix(self, name: str, k: int) -> Scheme | None:
         """How the matrix `name` of rows of `k` is quantized; None: not at all."""
         if name == HEAD:
-            return fitted(HEAD_SCHEME, k) if self.head else None
+            return fitted(self.head, k) if self.head else None
         if self.linear is None or not is_linear(name) or is_absorbed(name):
             return None
         return fitted(self.linear, k)
@@ -54,7 +55,8 @@ class LoadScheme:
         """For people: "w4 g64/g128 sym, head w8"; `plain` names what is not quantized."""
         linear = [scheme for scheme, _ in self._counts(cfg).most_common() if scheme]
         parts = [_joined(linear) if linear else plain]
-        return ", ".join([*parts, "head w8"] if self.matrix(HEAD, cfg.hidden_size) else parts)
+        head = self.matrix(HEAD, cfg.hidden_size)
+        return ", ".join([*parts, f"head w{head.bits}"] if head else parts)
 
     def details(self, cfg: ModelConfig) -> tuple[str, ...]:
         """Which schemes the matrices of the blocks get, and how many are left as they are since no group divides."""

@@ -82,7 +82,7 @@ def test_it_answers_and_says_how_it_is_packed(
         ("plain", ("--gptq-format", "v1"), 2, "--gptq-format v1 is for GPTQ checkpoints"),
         ("gguf", ("--gptq-format", "v1"), 2, "--gptq-format v1 is for GPTQ checkpoints"),
         ("plain", ("--quantize", "w3"), 2, "w4, w8, nf4, int8, fp8"),
-        ("plain", ("--head-bits", "4"), 2, "8 or 16"),
+        ("plain", ("--head-bits", "6"), 2, "4, 8 or 16"),
         ("gptq-asym", (), 3, "Give --gptq-format v1"),
     ],
 )

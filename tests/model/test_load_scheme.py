@@ -77,14 +77,16 @@ def test_the_linear_layers_are_rounded_and_nothing_else(family: str, quantize: s
     assert relative_error(got, all_logits(decoder_of(config(family), state), IDS)) > 1e-4, "it was rounded at all"
 
 
+@pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("family", ["minicpm4-0.5b", "minicpm5-1b"])
-def test_the_head_is_rounded_and_a_tied_embedding_is_not(family: str) -> None:
+def test_the_head_is_rounded_and_a_tied_embedding_is_not(family: str, bits: int) -> None:
     state = weights(family)
-    decoder = load(family, state, LoadScheme.of(None, 8))
+    decoder = load(family, state, LoadScheme.of(None, bits))
     assert torch.equal(decoder.embed.table, state["model.embed_tokens.weight"].float())
     head = state.get("lm_head.weight", state["model.embed_tokens.weight"])
-    own = LoadScheme.of(None, 8).matrix("lm_head.weight", head.shape[1])
+    own = LoadScheme.of(None, bits).matrix("lm_head.weight", head.shape[1])
     assert own is not None
+    assert own.bits == bits
     assert torch.equal(decoder.head.dequantize(), rtn(head, own).dequantize())
     meant = state | {"lm_head.weight": rtn(head, own).dequantize()}
     cfg = ModelConfig.from_hf(checkpoint_config(family) | {"tie_word_embeddings": False}).with_context(64)
@@ -159,6 +161,7 @@ def test_names_and_details_for_people() -> None:
     cfg = config("minicpm5-1b")  # rows of 192, 256 and 576
     assert LoadScheme.of("w4", 16).name(cfg, "bf16") == "w4 g64/g128 asym"
     assert LoadScheme.of("w8", 8).name(cfg, "bf16") == "w8 row sym, head w8"
+    assert LoadScheme.of("w8", 4).name(cfg, "bf16") == "w8 row sym, head w4"
     assert LoadScheme.of("fp8", 16).name(cfg, "bf16") == "fp8"
     assert LoadScheme.of(None, 16).name(cfg, "bf16") == "bf16"
     assert LoadScheme.of(None, 8).name(cfg, "gptq w4 g32 sym") == "gptq w4 g32 sym, head w8"

@@ -101,7 +101,7 @@ def test_strings_are_read_as_what_they_spell(config: Path, tmp_path: Path) -> No
         ("ctx", "9" * 30, "whole number"),
         ("memory_fraction", "0", r"in \(0, 1\]"),
         ("memory_fraction", "nan", r"in \(0, 1\]"),
-        ("head_bits", "4", "8 or 16"),
+        ("head_bits", "6", "4, 8 or 16"),
         ("dtype", "bf17", "auto, bf16, fp16, fp32"),
         ("quantize", "w3", "w4, w8, nf4, int8, fp8, none"),
         ("kv_dtype", "int4", "auto, fp8, int8"),
