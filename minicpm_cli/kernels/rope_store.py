@@ -80,7 +80,7 @@ def _codes(x, scale, largest: tl.constexpr, WHOLE: tl.constexpr):
     return (scaled + TO_INT) - TO_INT if WHOLE else scaled
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots"])  # a part of a larger buffer, anywhere in it
 def _rope_store(
     x, cos, sin, rows, scales, slots, heads, kept, rotated, x_stride, head_stride, dim, row_stride, scale_stride,
     half: tl.constexpr, half_pad: tl.constexpr, rest: tl.constexpr, rest_pad: tl.constexpr, largest: tl.constexpr,
