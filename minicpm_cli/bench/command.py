@@ -151,7 +151,8 @@ def _speeds(engine: str, options: BenchOptions, subject: Subject, say: _Notes) -
         say(f"{workload.name}: {workload.help}")
         runs = measure(runner, workload, vocab=subject.cfg.vocab, repeats=options.repeats)
         yield Row(setting, workload.name, tuple(map(workload.rate, runs)), workload.unit)
-        if workload.host and all(run.host_seconds is not None for run in runs):
+        gpu = setting.threads is None  # on a CPU the host's time is the computation itself
+        if workload.host and gpu and all(run.host_seconds is not None for run in runs):
             yield Row(setting, workload.host, tuple(map(host_ms, runs)), "ms")
 
 

@@ -76,7 +76,7 @@ class Fixed:
         self.seconds = seconds
 
     def setting(self) -> Setting:
-        return SETTING
+        return SETTING if self.host is None else replace(SETTING, threads=None)
 
     def peer_setting(self, engine: str) -> Setting:
         return replace(SETTING, engine=engine)
