@@ -3,7 +3,7 @@
 In order: repetition, frequency and presence penalties and the token mask (both before this module), temperature, top-k,
 top-p of what top-k kept, min-p; transformers' order. Each filter is a threshold on the scores, so tokens of equal score
 are kept or dropped together, and the draw inverts the cumulative distribution over the kept tokens in order of id:
-a row's token depends on its own logits, parameters and uniform number alone.
+a row's token depends on its own logits, parameters and uniform number alone. On a GPU kernels/sampling.py does it.
 """
 
 from __future__ import annotations
@@ -11,17 +11,20 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from minicpm_cli.engine.draws import uniforms
+from minicpm_cli.engine.inputs import DRAW, DrawState, Layout
 from minicpm_cli.types import SamplingParams
 
 CANDIDATES = 256  # most likely tokens that are sorted first; whole rows only where these do not hold the kept mass
 LARGEST_K = 1024  # rows with a larger top-k are drawn again, whole
 COLDEST = 1e-30  # float32 has no smaller normal temperature to divide by
+HOTTEST = 1e30  # nor a much larger one
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,7 @@ class Rows:
     floor: Tensor  # [S] float32, log of min_p
     top_k: Tensor  # [S] int64, 0 is off
     largest_k: int
+    state: DrawState | None = None  # the same for the kernels, where there are some
 
     @property
     def count(self) -> int:
@@ -60,7 +64,8 @@ class Rows:
         u, temperature, top_p, floor, top_k = torch.from_numpy(host).to(device, non_blocking=True)
         greedy, plain, filtered = groups
         largest = max((params[row].top_k for row in filtered if params[row].top_k <= LARGEST_K), default=0)
-        return cls(greedy, plain, filtered, u, temperature.float(), top_p, floor.float(), top_k.long(), largest)
+        state = _state(params, seeds, indices, device) if device.type == "cuda" and find_spec("triton") else None
+        return cls(greedy, plain, filtered, u, temperature.float(), top_p, floor.float(), top_k.long(), largest, state)
 
     def pick(self, rows: list[int]) -> Rows:
         """These rows alone, all of them with filters."""
@@ -81,6 +86,8 @@ class Draw:
 
 def sample(logits: Tensor, rows: Rows) -> Draw:  # [S, V] float32
     """Draws without waiting for the device; `settle` waits and completes it."""
+    if rows.state is not None:
+        return _on_gpu(logits, rows.state)
     parts = [
         (group, draw)
         for group, draw in ((rows.greedy, _argmax), (rows.plain, _plain), (rows.filtered, _among_candidates))
@@ -117,6 +124,27 @@ def _group(params: SamplingParams) -> int:
     if params.temperature == 0 or params.top_k == 1 or params.top_p == 0:
         return 0
     return 2 if params.top_k or params.top_p < 1 or params.min_p else 1
+
+
+def _state(
+    params: Sequence[SamplingParams], seeds: Sequence[int], indices: Sequence[int], device: torch.device
+) -> DrawState:
+    layout = Layout({name: (kind, len(params)) for name, kind in DRAW.items()})
+    buffer = torch.empty(layout.stop, dtype=torch.uint8)
+    host = layout.host(buffer)
+    host["seed"].view(np.uint64)[:] = seeds
+    host["index"][:] = indices
+    host["temperature"][:] = [min(max(p.temperature, COLDEST), HOTTEST) if p.temperature else 0 for p in params]
+    for name in ("top_p", "min_p", "top_k"):
+        host[name][:] = [getattr(p, name) for p in params]
+    return DrawState.of(layout.device(buffer.to(device)))
+
+
+def _on_gpu(logits: Tensor, state: DrawState) -> Draw:
+    from minicpm_cli.kernels.sampling import draw  # triton: only where a GPU is
+
+    ids, peak = draw(logits, state)
+    return Draw(ids, peak, torch.ones_like(ids, dtype=torch.bool))
 
 
 def _argmax(logits: Tensor, _: Rows) -> Draw:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from minicpm_cli.engine import sampler
 from minicpm_cli.engine.draws import uniforms
 from minicpm_cli.engine.inputs import DrawState
 from minicpm_cli.engine.runner import apply_bitmask
@@ -175,6 +176,21 @@ def test_memory_is_used_again(kernel_device: str) -> None:
     for params in (first, [SamplingParams(top_p=0.9)] * 6, first):
         assert_drawn(logits, params, kernel_device, draws)
         assert_drawn(logits[2:5].flip(0), params[:3], kernel_device, draws)
+
+
+def test_the_engine_draws_so(kernel_device: str) -> None:
+    """What the sampler sends to the GPU; extreme temperatures among it, which float32 does not hold."""
+    params = [*PARAMS, SamplingParams(temperature=1e300), SamplingParams(temperature=1e-300)]
+    logits = torch.randn(len(params), 400, generator=torch.Generator().manual_seed(3)) * 2
+    seeds, indices = list(range(len(params))), [2**33] * len(params)
+    state = sampler._state(params, seeds, indices, torch.device(kernel_device))
+    rows = replace(Rows.of(params, seeds, indices, CPU), state=state)
+    there = logits.to(kernel_device)
+    with np.errstate(over="ignore"):
+        tokens, peaks, ids = settle(sample(there, rows), there, rows)
+    wanted = acceptable(logits, params, seeds, indices)
+    assert [token in some for token, some in zip(tokens, wanted, strict=True)] == [True] * len(params)
+    assert (peaks, ids.tolist()) == (logits.amax(-1).tolist(), tokens)
 
 
 @triton.jit
