@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -91,6 +92,9 @@ class Decoder:
     def logits(self, h: Tensor) -> Tensor:  # [S, H] -> [S, V] float32
         if not len(h):
             return torch.empty(0, self.cfg.vocab, device=h.device)
+        if len(h) <= getattr(self.head, "fused_rows", 0):
+            fusing: Any = self.head
+            return fusing.fused(h, self.norm, alpha=1 / self.cfg.logit_divisor, float32_out=True)  # type: ignore[no-any-return]
         h = self.ops.rms_norm(h, self.norm.weight, self.norm.eps)
         if self.cfg.logit_divisor != 1.0:
             h = h / self.cfg.logit_divisor
