@@ -70,8 +70,9 @@ class Subject:
     def scheme(self) -> str:
         """Weights, and what of the options changes the numbers."""
         cache = [f"{self.options.kv_dtype} KV"] if self.options.kv_dtype != "auto" else []
+        seats = [f"{self.options.max_seqs} seats"] if self.options.max_seqs else []
         eager = [] if self.options.graphs else ["no graphs"]
-        return ", ".join([self.checkpoint.scheme(dtype_name(self.dtype)), *cache, *eager])
+        return ", ".join([self.checkpoint.scheme(dtype_name(self.dtype)), *cache, *seats, *eager])
 
     def setting(self) -> Setting:
         return machine.setting_for(self.device, self.name, self.scheme)

@@ -55,7 +55,7 @@ def test_an_engine_of_a_shape_has_the_seats_that_a_user_gets() -> None:
         ({}, "fp32"),
         ({"quantize": "w4", "head_bits": 8}, "w4 g64/g128 asym, head w8"),
         ({"graphs": False}, "fp32, no graphs"),
-        ({"kv_dtype": "fp8"}, "fp32, fp8 KV"),
+        ({"kv_dtype": "fp8", "max_seqs": 256}, "fp32, fp8 KV, 256 seats"),
     ],
 )
 def test_what_changes_the_numbers_is_in_the_scheme(changes: dict[str, Any], scheme: str) -> None:
