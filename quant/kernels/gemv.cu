@@ -29,6 +29,9 @@ struct Params {
 
 enum { CHUNK = BITS == 4 ? 128 : 64, STEP = 2 * CHUNK, CHUNK_BYTES = CHUNK * BITS / 8, STEP_BYTES = 2 * CHUNK_BYTES };
 enum { UNITS = BITS == 16 ? 2 : 1, PAIRS = CHUNK / 8, ITEM_BYTES = 1024 * UNITS, SUMS = BITS == 16 ? 1 : 4 / RUN };
+#ifndef EARLY
+#define EARLY 0
+#endif
 static_assert(DEPTH >= 2, "two items are consumed at once");
 constexpr bool NARROW = BITS != 16 && RUN < 4;
 // What a code is above its value when it is read as a number: 2^7 + c in bfloat16 (2^7 + 2^11 + c of two halves for
@@ -46,7 +49,6 @@ template <int LATER> __device__ __forceinline__ void await_requests() {
 }
 __device__ __forceinline__ void await_inputs() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ void admit_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-__device__ __forceinline__ void warm(const void *p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 __device__ __forceinline__ void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
 #if HALF
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
@@ -100,14 +102,14 @@ __device__ __forceinline__ void load_x(u32 (&x)[BLOCKS][PAIRS], const u16 *from,
 #pragma unroll
             for (int q = 0; q < 4; q++) {
                 int k = column + 16 * q + 4 * t;
-                uint2 v = k < K ? *(const uint2 *)(base + k) : make_uint2(0, 0);
+                uint2 v = k < K ? __ldcg((const uint2 *)(base + k)) : make_uint2(0, 0);
                 x[b][2 * q] = v.x, x[b][2 * q + 1] = v.y;
             }
         } else {
 #pragma unroll
             for (int q = 0; q < PAIRS / 4; q++) {
                 int k = column + (BITS == 16 || NARROW ? 32 * q + 8 * t : 8 * q + CHUNK / 4 * t);
-                uint4 v = k < K ? *(const uint4 *)(base + k) : make_uint4(0, 0, 0, 0);
+                uint4 v = k < K ? __ldcg((const uint4 *)(base + k)) : make_uint4(0, 0, 0, 0);
                 x[b][4 * q] = v.x, x[b][4 * q + 1] = v.y, x[b][4 * q + 2] = v.z, x[b][4 * q + 3] = v.w;
             }
         }
@@ -272,7 +274,7 @@ __device__ __forceinline__ float activated(float gate, float up, const Params &p
     return gate >= p.threshold ? gate * up : 0.f * up;
 }
 
-extern "C" __global__ void __launch_bounds__(512, 1) gemv(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(384, NB == 1 ? 2 : 1) gemv(const __grid_constant__ Params p) {
     extern __shared__ __align__(16) u8 shared[];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int column_warp = warp % p.column_warps, row_warp = warp / p.column_warps;
@@ -295,55 +297,70 @@ extern "C" __global__ void __launch_bounds__(512, 1) gemv(const __grid_constant_
     // Where a lane's 16 bytes go: to itself, or, where lanes read each other's words, so that neither side has conflicts.
     const u32 slot = NARROW ? (t * 8 + (g ^ (2 * t))) * 16 : lane * 16;
     const u32 ring_address = address(ring);
-    int asked = 0, ask_tile = row_warp, ask_step = column_warp, ask_stage = 0;
+    const u8 *const ask_from = p.weight + (long long)rows.row(0, g) * row_bytes + t * 16;
+    const long long to_up = (long long)(p.N / 2 - half_tiles * 8) * row_bytes;
+    int asked = 0, ask_tile = row_warp, ask_at = column_warp * STEP_BYTES, ask_stage = 0;
     auto ask = [&] {
         if (asked < items) {
             const bool live = rows.valid(ask_tile, g);
-            const int at = ask_step * STEP_BYTES + t * 16;
-            const u8 *from = p.weight + (long long)rows.row(ask_tile, g) * row_bytes + at;
+            const u8 *from = ask_from + (ask_tile * 8 * row_bytes + ask_at) + (ask_tile < half_tiles ? 0 : to_up);
 #pragma unroll
             for (int u = 0; u < 2 * UNITS; u++) {
-                const bool valid = live && at + u * 64 < row_bytes;
+                const bool valid = live && ask_at + t * 16 + u * 64 < row_bytes;
                 request(ring_address + ask_stage * ITEM_BYTES + u * 512 + slot, valid ? from + u * 64 : p.weight, valid);
             }
             asked++;
             ask_tile += p.row_warps;
-            if (ask_tile >= tiles) ask_tile = row_warp, ask_step += p.column_warps;
+            if (ask_tile >= tiles) ask_tile = row_warp, ask_at += p.column_warps * STEP_BYTES;
             if (++ask_stage == stages) ask_stage = 0;
         }
         close_requests();
     };
+#if EARLY
+    admit_next();
+#endif
 #pragma unroll 1
     for (int i = 0; i < DEPTH; i++) ask();
+#if !EARLY
     admit_next();
-    if (p.norm)
-        for (int k = threadIdx.x * 64; k < p.K; k += blockDim.x * 64) warm(p.norm + k);
+#endif
+    const int x_row = lane / 8, x_chunk = (lane / 4) % 2 * CHUNK;
+    u32 x[NB][PAIRS], weight[1][PAIRS];
+    if (p.norm) load_x(weight, p.norm, p.K, column_warp * STEP + x_chunk, t, 0, 1);
     if (BITS != 16) load_scales(scales, stride, p, rows, tiles);
     await_inputs();
 
-    u32 x[NB][PAIRS];
     float factor[NB];
-    const int x_row = lane / 8, x_chunk = (lane / 4) % 2 * CHUNK;
+    // What the thread's output is added to, asked for now: memory is far.
+    const int own = threadIdx.x;
+    const float base = p.onto && own < count * p.T
+        ? plain(__ldcg(p.onto + (long long)(own / count) * outputs + first_row + own % count)) : 0.f;
     if (p.norm) {
         float sum[NB] = {};
-        for (int s = column_warp; s < steps; s += p.column_warps) {
+#pragma unroll 1
+        for (int s = column_warp + (my_steps - 1) * p.column_warps; s >= 0; s -= p.column_warps) {
             load_x(x, p.x, p.K, s * STEP + x_chunk, t, x_row, p.T);
 #pragma unroll
             for (int b = 0; b < NB; b++) sum[b] += squares(x[b]);
         }
         inverse_rms(factor, partial, sum, p, warp, lane);
+#pragma unroll
+        for (int b = 0; b < NB; b++) scale_x(x[b], weight[0], factor[b]);
+    } else {
+        load_x(x, p.x, p.K, column_warp * STEP + x_chunk, t, x_row, p.T);
     }
     if (BITS != 16) __syncthreads();
 
     const u32 mask = opaque(0x000f000f);
     int stage = 0;
     for (int s = column_warp; s < steps; s += p.column_warps) {
-        if (!p.norm || my_steps > 1) load_x(x, p.x, p.K, s * STEP + x_chunk, t, x_row, p.T);
-        if (p.norm) {
-            u32 weight[1][PAIRS];
-            load_x(weight, p.norm, p.K, s * STEP + x_chunk, t, 0, 1);
+        if (s != column_warp) {
+            load_x(x, p.x, p.K, s * STEP + x_chunk, t, x_row, p.T);
+            if (p.norm) {
+                load_x(weight, p.norm, p.K, s * STEP + x_chunk, t, 0, 1);
 #pragma unroll
-            for (int b = 0; b < NB; b++) scale_x(x[b], weight[0], factor[b]);
+                for (int b = 0; b < NB; b++) scale_x(x[b], weight[0], factor[b]);
+            }
         }
         Part part;
         part.set(x, p, s);
@@ -396,7 +413,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) gemv(const __grid_constant_
             y = activated(y, up, p);
         }
         const long long to = (long long)row * outputs + first_row + r;
-        y = p.onto ? fmaf(p.alpha, y, plain(p.onto[to])) : p.alpha * y;
+        y = p.onto ? fmaf(p.alpha, y, i == own ? base : plain(__ldcg(p.onto + to))) : p.alpha * y;
         if (p.wide)
             ((float *)p.out)[to] = y;
         else

@@ -19,6 +19,7 @@ import torch
 
 from quant.errors import QuantError
 
+FLAGS = ("--std=c++17", "--device-as-default-execution-space")
 DIGEST_BYTES = 32
 
 
@@ -47,7 +48,7 @@ def compile_cubin(source: str, options: Sequence[str], arch: str) -> bytes:
 
     program = _done(nvrtc.nvrtcCreateProgram(source.encode(), b"kernel.cu", 0, None, None))
     try:
-        flags = [f.encode() for f in (f"--gpu-architecture={arch}", "--std=c++17", *options)]
+        flags = [f.encode() for f in (f"--gpu-architecture={arch}", *FLAGS, *options)]
         status = nvrtc.nvrtcCompileProgram(program, len(flags), flags)[0]
         if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
             log = b" " * _done(nvrtc.nvrtcGetProgramLogSize(program))
