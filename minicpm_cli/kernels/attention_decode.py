@@ -49,7 +49,7 @@ class DecodeAttention:
         history = History(cache, page_table, kv_len, page_size)
         if q.shape[1] == cache.k.shape[2]:
             return self._multi_head(q, history, scale, None, tiling)
-        return self._grouped(q, history, scale, tiling)
+        return self._grouped(q, q.shape[1], history, scale, None, tiling)
 
     def rope_store_decode(
         self,
@@ -63,9 +63,11 @@ class DecodeAttention:
         tiling: Tiling | None = None,
     ) -> Tensor:  # [B, Hq, D]
         """reference.rope_store for each row's newest token, and its attention, in one launch; qkv stays as it is."""
-        assert qkv.shape[1] == 3 * cache.k.shape[2], "only for a key head for each query head"
         history = History(cache, page_table, kv_len, page_size)
-        return self._multi_head(qkv, history, scale, turn, tiling)
+        heads = qkv.shape[1] - 2 * cache.k.shape[2]
+        if heads == cache.k.shape[2]:
+            return self._multi_head(qkv, history, scale, turn, tiling)
+        return self._grouped(qkv, heads, history, scale, turn, tiling)
 
     def _multi_head(
         self, q: Tensor, history: History, scale: float, turn: tuple[Tensor, Tensor] | None, tiling: Tiling | None
@@ -87,20 +89,30 @@ class DecodeAttention:
         )  # fmt: skip
         return out
 
-    def _grouped(self, q: Tensor, history: History, scale: float, tiling: Tiling | None) -> Tensor:
+    def _grouped(
+        self,
+        q: Tensor,
+        heads: int,
+        history: History,
+        scale: float,
+        turn: tuple[Tensor, Tensor] | None,
+        tiling: Tiling | None,
+    ) -> Tensor:
         cache = history.cache
-        (rows, heads, width), keys, value = q.shape, cache.k.shape[2], cache.v.shape[3]
+        rows, (keys, width), value = len(q), cache.k.shape[2:], cache.v.shape[3]
         t = tiling or grouped_tiling(rows, history)
         group, first = heads // keys, 1 << (width.bit_length() - 1)
         shared = cache.rows.shape[1] == keys  # MLA keeps no values of their own
         assert not shared or value == first
+        assert turn is None or width == first, "rotation on the way is for heads of a power of two"
         out = q.new_empty(rows, heads, value)
         partials, stats = _parts(out, t.splits)
         kernels.grouped[(keys * -(-group // t.block), rows, t.splits)](
-            q, *history.tensors, out, partials, stats, scale * LOG2_E, q.stride(0), *history.strides,
+            q, *history.tensors, out, partials, stats, *(turn or (None, None)),
+            scale * LOG2_E, q.stride(0), *history.strides,
             GROUP=group, ROWS=t.block, KEYS=keys, D1=first, D2=width - first,
             SHARED=shared, PAGE=history.page_size, SCALED=cache.scales is not None,
-            STEP=t.step, SPLITS=t.splits, CHUNK=t.chunk, PDL=self._pdl,
+            STEP=t.step, SPLITS=t.splits, CHUNK=t.chunk, HALF=turn[0].shape[-1] if turn else 0, PDL=self._pdl,
             num_warps=t.warps, num_stages=t.stages, **self._launch(),
         )  # fmt: skip
         if t.splits > 1:

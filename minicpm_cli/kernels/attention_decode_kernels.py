@@ -235,16 +235,17 @@ def _merge(
 
 @triton.jit
 def grouped(  # noqa: PLR0915
-    q, k, v, k_scale, v_scale, table, lengths, out, partials, stats,
+    q, k, v, k_scale, v_scale, table, lengths, out, partials, stats, cos, sin,
     scale_log2, q_stride, row_stride, scale_stride, table_stride,
     GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
     SHARED: tl.constexpr, PAGE: tl.constexpr, SCALED: tl.constexpr,
-    STEP: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
+    STEP: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr, HALF: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """GROUP query heads for each of KEYS key heads, ROWS of them a program, padded: the products run on tensor cores.
 
     A head's D1 + D2 elements are two powers of two (D2 may be 0), so that 80, 96 and 288 need no padding. SHARED (MLA):
-    the value is the first D1 elements of the key, which is read once.
+    the value is the first D1 elements of the key, which is read once. HALF > 0 (with D2 = 0): q and the newest token are
+    neither rotated nor stored yet, as in `multi_head`.
     """
     BLOCKS: tl.constexpr = (GROUP + ROWS - 1) // ROWS
     D: tl.constexpr = D1 + D2
@@ -253,7 +254,8 @@ def grouped(  # noqa: PLR0915
     block, row, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if PDL:
         gdc_launch_dependents()
-    first, last, count = _split_bounds(tl.load(lengths + row), split, SPLITS, CHUNK, STEP)
+    length = tl.load(lengths + row)
+    first, last, count = _split_bounds(length, split, SPLITS, CHUNK, STEP)
     if first >= last:
         return
     key = block // BLOCKS
@@ -264,14 +266,32 @@ def grouped(  # noqa: PLR0915
     table += row.to(tl.int64) * table_stride
     if PDL:
         gdc_wait()
-    q += row.to(tl.int64) * q_stride + heads[:, None] * D
-    query = tl.load(q + dims[None, :], mask=used, other=0.0)
+    q += row.to(tl.int64) * q_stride
     top = tl.full([ROWS], LOWEST, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     mixed = tl.zeros([ROWS, D1], tl.float32)
+    if HALF > 0:
+        slot = tl.load(table + (length - 1) // PAGE).to(tl.int64) * PAGE + (length - 1) % PAGE
+        begins = tl.where(last == length, 1, 0)  # the newest token's split
+        fresh = slot * row_stride + key * D + dims[None, :]
+        mask, stored = dims[None, :] < D1 * begins, dims[None, :] < tl.where(block % BLOCKS == 0, D1, 0) * begins
+        own, other = _turn(cos + row * HALF, sin + row * HALF, dims[None, :], D, HALF)
+        turned = _rotated(q + heads[:, None] * D, dims[None, :], used, own, other, D, HALF)
+        k_new = _rotated(q + (HEADS + key) * D, dims[None, :], mask, own, other, D, HALF)
+        v_new = tl.load(q + (HEADS + KEYS + key) * D + dims[None, :], mask=mask, other=0.0).to(tl.float32)
+        scale_fresh = slot * scale_stride + key + dims[None, :] * 0
+        k_new = _keep(k_new, k, k_scale, fresh, scale_fresh, stored, stored & (dims[None, :] == 0), SCALED, 1)
+        v_new = _keep(v_new, v, v_scale, fresh, scale_fresh, stored, stored & (dims[None, :] == 0), SCALED, 1)
+        query = turned.to(q.dtype.element_ty)
+        top = tl.where(begins > 0, tl.sum(turned * k_new, 1) * scale_log2, LOWEST)
+        total += begins.to(tl.float32)
+        mixed += v_new
+        last = tl.minimum(last, length - 1)
+    else:
+        query = tl.load(q + heads[:, None] * D + dims[None, :], mask=used, other=0.0)
     if D2 > 0:
         rest = D1 + tl.arange(0, D2)
-        query2 = tl.load(q + rest[None, :], mask=used, other=0.0)
+        query2 = tl.load(q + heads[:, None] * D + rest[None, :], mask=used, other=0.0)
         if not SHARED:
             mixed2 = tl.zeros([ROWS, D2], tl.float32)
     for start in range(first, last, STEP):

@@ -151,13 +151,15 @@ def test_splits_are_bounded(programs: int, longest: int) -> None:
 
 
 @pytest.mark.parametrize("cached", [torch.float32, torch.float16, torch.float8_e4m3fn, torch.int8])
-@pytest.mark.parametrize(("width", "rotated"), [(64, 64), (80, 32)])
-def test_rotating_and_storing_on_the_way(width: int, rotated: int, cached: torch.dtype, kernel_device: str) -> None:
+@pytest.mark.parametrize(("heads", "keys", "width", "rotated"), [(4, 4, 64, 64), (4, 4, 80, 32), (6, 2, 64, 64)])
+def test_rotating_and_storing_on_the_way(
+    heads: int, keys: int, width: int, rotated: int, cached: torch.dtype, kernel_device: str
+) -> None:
     """The cache afterwards, and the attention over it, are those of the operations one after the other."""
-    lengths, heads, dtype = (1, 16, 33, 81), 4, torch.float32 if cached == torch.float32 else torch.float16
+    lengths, dtype = (1, 16, 33, 81), torch.float32 if cached == torch.float32 else torch.float16
     table, pages = shuffled_table(lengths, PAGE, kernel_device)
-    cache = random_cache(pages, PAGE, heads, width, width, cached, kernel_device)
-    qkv = torch.randn(len(lengths), 3 * heads, width).to(dtype).to(kernel_device)
+    cache = random_cache(pages, PAGE, keys, width, width, cached, kernel_device)
+    qkv = torch.randn(len(lengths), heads + 2 * keys, width).to(dtype).to(kernel_device)
     angles = torch.rand(len(lengths), 1, rotated // 2).mul(6).to(kernel_device)
     kv_len = torch.tensor(lengths, dtype=torch.int32, device=kernel_device)
     decode = attention_decode.DecodeAttention(torch.device(kernel_device))
