@@ -17,7 +17,7 @@ from minicpm_cli.bench.runner import EngineRunner
 from minicpm_cli.bench.shapes import raw_config
 from minicpm_cli.bench.weights import RandomSource
 from minicpm_cli.hub import resolve
-from minicpm_cli.llm.checkpoint import Checkpoint
+from minicpm_cli.llm.checkpoint import KERNELS, Checkpoint
 from minicpm_cli.llm.device import choose_device, choose_dtype, dtype_name
 from minicpm_cli.llm.opening import open_engine, plan_engine
 from minicpm_cli.model.config import ModelConfig
@@ -34,10 +34,12 @@ class RandomCheckpoint:
     shape: str
     cfg: ModelConfig
     load: LoadScheme = AS_STORED
+    kernels: Path | None = None
 
     @classmethod
-    def of(cls, shape: str, options: LoadOptions) -> RandomCheckpoint:
-        return cls(shape, ModelConfig.from_hf(raw_config(shape)), LoadScheme.of(options.quantize, options.head_bits))
+    def of(cls, shape: str, options: LoadOptions, kernels: Path | None = None) -> RandomCheckpoint:
+        load = LoadScheme.of(options.quantize, options.head_bits)
+        return cls(shape, ModelConfig.from_hf(raw_config(shape)), load, kernels)
 
     def weight_bytes(self, itemsize: int, *, cpu: bool = False) -> int:
         return weight_bytes(self.cfg, itemsize, self.load.matrix, cpu=cpu)
@@ -49,7 +51,7 @@ class RandomCheckpoint:
         self, device: torch.device, dtype: torch.dtype, on_progress: Callable[[int, int], None] | None = None
     ) -> Decoder:
         source = RandomSource(self.cfg, device=device, dtype=dtype)
-        return build_decoder(source, self.cfg, device, dtype, on_progress, scheme=self.load)
+        return build_decoder(source, self.cfg, device, dtype, on_progress, scheme=self.load, kernels=self.kernels)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +111,8 @@ def open_subject(load: LoadOptions, shape: str | None, settings: Settings) -> Su
     """The shape, or the model that `load` names, fetched if it is not here; no weights are read."""
     device = choose_device(load.device)
     dtype = choose_dtype(load.dtype, device)
+    kernels = settings.cache_dir / KERNELS
     if shape is not None:
-        return Subject(shape, RandomCheckpoint.of(shape, load), load, device, dtype)
+        return Subject(shape, RandomCheckpoint.of(shape, load, kernels), load, device, dtype)
     checkpoint = Checkpoint.read(resolve(load.model, settings).path).with_options(load)
-    return Subject(load.model, checkpoint, load, device, dtype)
+    return Subject(load.model, replace(checkpoint, kernels=kernels), load, device, dtype)

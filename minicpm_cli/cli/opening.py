@@ -27,7 +27,7 @@ def open_llm(settings: Settings, terminal: Terminal) -> LanguageModel:
         def layers(done: int, total: int) -> None:
             progress(f"loading {files.name}", done, total, "layers")
 
-        llm = LLM.open(settings.options, files, layers, threads=settings.threads, ledger=settings.cache_dir)
+        llm = LLM.open(settings.options, files, layers, threads=settings.threads, cache=settings.cache_dir)
     info = llm.info
     terminal.detail(
         f"{info.name}: {info.architecture}, {info.scheme} on {info.device}, context {info.context} tokens, "

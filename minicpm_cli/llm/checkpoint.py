@@ -26,18 +26,23 @@ if TYPE_CHECKING:
 
     from minicpm_cli.model.decoder import Decoder
 
+KERNELS = "kernels"  # the folder of compiled GPU kernels in the cache
 _PACKED = frozenset({"Q4_0", "Q4_1", "Q8_0"})  # stay packed in memory; other kinds are unpacked when they are loaded
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """`packing` names how the files hold the weights, None where they hold plain ones; `load` quantizes on the way."""
+    """`packing` names how the files hold the weights, None where they hold plain ones; `load` quantizes on the way.
+
+    `kernels` is the folder where compiled GPU kernels are kept.
+    """
 
     path: Path
     cfg: ModelConfig
     packing: str | None = None
     load: LoadScheme = AS_STORED
     gptq_format: str | None = None
+    kernels: Path | None = None
     _quant: QuantConfig | None = None
     _header: GGUFHeader | None = None
 
@@ -72,7 +77,14 @@ class Checkpoint:
         from minicpm_cli.model.loader import load_model
 
         return load_model(
-            self.path, self.cfg, device, dtype, on_progress, scheme=self.load, gptq_format=self.gptq_format
+            self.path,
+            self.cfg,
+            device,
+            dtype,
+            on_progress,
+            scheme=self.load,
+            gptq_format=self.gptq_format,
+            kernels=self.kernels,
         )
 
     def scheme(self, plain: str) -> str:

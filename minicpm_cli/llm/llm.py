@@ -17,6 +17,7 @@ from minicpm_cli.engine.engine import Engine, EngineRequest, TokenEvent
 from minicpm_cli.engine.memory import MemoryPlan
 from minicpm_cli.errors import MinicpmError
 from minicpm_cli.hub.files import ModelFiles
+from minicpm_cli.llm.checkpoint import KERNELS
 from minicpm_cli.llm.device import choose_device, choose_dtype, dtype_name
 from minicpm_cli.llm.info import LLMInfo
 from minicpm_cli.llm.opening import Opened, open_engine, plan_engine, refuse_later
@@ -45,11 +46,11 @@ class LLM:
         on_progress: Callable[[int, int], None] | None = None,
         *,
         threads: int | None = None,
-        ledger: Path | None = None,
+        cache: Path | None = None,
     ) -> LLM:
         """Plans the memory, then loads. `on_progress` hears (layers done, layers). Raises ModelError or DeviceError.
 
-        `ledger` is the folder where the memory that the run took is written down.
+        `cache` is the folder where compiled GPU kernels are kept, and the memory that the run took is written down.
         """
         begun = time.monotonic()
         refuse_later(options)
@@ -61,8 +62,9 @@ class LLM:
         dtype = choose_dtype(options.dtype, device)
         plan = plan_engine(options, checkpoint, device, dtype)
         trained = checkpoint.cfg.context
-        prompter.checkpoint = checkpoint = replace(checkpoint, cfg=checkpoint.cfg.with_context(plan.context))
-        opened = open_engine(options, plan, checkpoint, device, dtype, on_progress, ledger)
+        cfg = checkpoint.cfg.with_context(plan.context)
+        prompter.checkpoint = checkpoint = replace(checkpoint, cfg=cfg, kernels=cache / KERNELS if cache else None)
+        opened = open_engine(options, plan, checkpoint, device, dtype, on_progress, cache)
         info = _info(prompter, files, opened, plan, time.monotonic() - begun)
         notes = _notes(options, checkpoint.cfg, trained, device)
         return cls(prompter, opened.engine, replace(info, notes=notes), opened.watch)

@@ -29,14 +29,15 @@ def load_model(
     *,
     scheme: LoadScheme = AS_STORED,
     gptq_format: str | None = None,
+    kernels: Path | None = None,
 ) -> Decoder:
     """Loads the checkpoint in `path` (a folder or a .gguf file); `on_progress` hears (layers done, layers).
 
     `scheme` quantizes on the way; `gptq_format` (v1, v2) is for GPTQ files that do not say theirs. Raises WeightsError
-    for any tensor that is missing, left over, or of the wrong shape or type.
+    for any tensor that is missing, left over, or of the wrong shape or type. Compiled kernels are kept in `kernels`.
     """
     source = open_source(path, cfg, gptq_format)
-    return build_decoder(source, cfg, device, dtype, on_progress, scheme=scheme)
+    return build_decoder(source, cfg, device, dtype, on_progress, scheme=scheme, kernels=kernels)
 
 
 def build_decoder(
@@ -47,6 +48,7 @@ def build_decoder(
     on_progress: Callable[[int, int], None] | None = None,
     *,
     scheme: LoadScheme = AS_STORED,
+    kernels: Path | None = None,
 ) -> Decoder:
     """A decoder from any source of tensors, its matrices quantized by `scheme` as they come."""
     for name in sorted(source.names()):
@@ -57,6 +59,6 @@ def build_decoder(
     if scheme.linear:
         source = QuantizingSource(source, scheme, device)
     with torch.inference_mode():
-        decoder = Decoder(cfg, Weights(source, device, dtype, scheme), ops_for(device), on_progress)
+        decoder = Decoder(cfg, Weights(source, device, dtype, scheme, kernels), ops_for(device), on_progress)
     source.finish()
     return decoder

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from minicpm_cli.model.quantizing_source import rounded
 from minicpm_cli.model.shapes import HEAD
 from minicpm_cli.model.source import TensorSource
 from quant.embedding import Embedding
-from quant.linear import Dense, Linear, make_linear
+from quant.linear import Linear, make_dense, make_linear
 from quant.pack import Packed
 
 
@@ -24,11 +25,13 @@ class Weights:
     device: torch.device
     dtype: torch.dtype
     scheme: LoadScheme = AS_STORED
+    kernels: Path | None = None  # where compiled GPU kernels are kept
     nbytes: int = field(default=0)
 
     def linear(self, *wanted: tuple[str, int, int]) -> Linear:
         """One layer over the rows of the named [N, K] matrices, given as (name, N, K), in that order."""
-        layer = make_linear([self.source.take(n, (rows, k)) for n, rows, k in wanted], self.device, self.dtype)
+        stored = [self.source.take(n, (rows, k)) for n, rows, k in wanted]
+        layer = make_linear(stored, self.device, self.dtype, self.kernels)
         self.nbytes += layer.nbytes
         return layer
 
@@ -41,8 +44,8 @@ class Weights:
         if scheme and isinstance(stored, Tensor):
             stored = rounded(HEAD, stored.to(self.device), scheme)
         if shared and isinstance(stored, Tensor):
-            return Dense(stored)
-        layer = make_linear([stored], self.device, self.dtype)
+            return make_dense(stored, self.kernels)
+        layer = make_linear([stored], self.device, self.dtype, self.kernels)
         self.nbytes += layer.nbytes
         return layer
 

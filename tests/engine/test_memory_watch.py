@@ -63,7 +63,7 @@ def test_who_watches_is_asked_what_would_fit() -> None:
 def test_a_closed_model_leaves_its_line(tmp_path: Path, options: dict[str, str]) -> None:
     path = write_checkpoint(tmp_path / "model", "minicpm-1b", layers=2)
     files, sizes = ModelFiles("tiny", path), {"device": "cpu", "ctx": 256, "max_seqs": 2}
-    llm = LLM.open(LoadOptions(str(path), **sizes | options), files, ledger=tmp_path / "cache")  # type: ignore[arg-type]
+    llm = LLM.open(LoadOptions(str(path), **sizes | options), files, cache=tmp_path / "cache")  # type: ignore[arg-type]
     list(llm.stream([Request("a", (Message("user", "hello"),), SamplingParams(max_tokens=4, temperature=0.0))]))
     assert past(tmp_path / "cache") == []
     llm.close()
@@ -79,7 +79,7 @@ def test_what_was_planned_is_what_is_taken(tmp_path: Path) -> None:
     """On a GPU: within 200 MB, of two layers of a true width and a cache of a gigabyte."""
     path = write_checkpoint(tmp_path / "model", "minicpm-1b", layers=2, exact=True)
     options = LoadOptions(str(path), device="cuda", ctx=4096, max_seqs=16)
-    llm = LLM.open(options, ModelFiles("wide", path), ledger=tmp_path / "cache")
+    llm = LLM.open(options, ModelFiles("wide", path), cache=tmp_path / "cache")
     list(llm.stream([Request("a", (Message("user", "hello " * 500),), SamplingParams(max_tokens=8, temperature=0.0))]))
     llm.close()
     lines = past(tmp_path / "cache")
