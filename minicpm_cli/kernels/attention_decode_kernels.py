@@ -244,8 +244,8 @@ def grouped(  # noqa: PLR0915
     """GROUP query heads for each of KEYS key heads, ROWS of them a program, padded: the products run on tensor cores.
 
     A head's D1 + D2 elements are two powers of two (D2 may be 0), so that 80, 96 and 288 need no padding. SHARED (MLA):
-    the value is the first D1 elements of the key, which is read once. HALF > 0 (with D2 = 0): q and the newest token are
-    neither rotated nor stored yet, as in `multi_head`.
+    the value is the first D1 elements of the key, which is read once. HALF > 0, with D2 = 0: q and the newest token
+    are neither rotated nor stored yet, as in `multi_head`.
     """
     BLOCKS: tl.constexpr = (GROUP + ROWS - 1) // ROWS
     D: tl.constexpr = D1 + D2
