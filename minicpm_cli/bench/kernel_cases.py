@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from minicpm_cli.bench.kernels import Case
+from minicpm_cli.bench.kernels import Call, Case
 from minicpm_cli.kernels.batch import ForwardBatch
 from minicpm_cli.kernels.cache import LayerCache, encode
 from minicpm_cli.kernels.ops import ops_for
@@ -28,16 +28,16 @@ LENGTHS = ((1, 2048), (64, 640))  # sequences that decode, and the tokens of eac
 PROMPTS = ((1, 2048), (16, 512))
 HEAD_BITS = {None: 16, "w8": 8, "w4": 4}
 CACHES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
-Make = Callable[[], Case]
+ROWS = (1, 8, 64)  # of the activations that small products multiply
+Make = Callable[[], list[Case]]
 
 
 def makers(cfg: ModelConfig, device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Make]]:
     """What to measure, by name; nothing is allocated before it is asked for."""
     model = Sizes(cfg, device, dtype)
-    for scheme in (None, "w8", "w4"):
-        for rows in (1, 8, 64):
-            yield f"products {scheme or 'plain'}", partial(model.products, scheme, rows)
-    for scheme in (None, "w8", "w4"):
+    for scheme in HEAD_BITS:
+        yield f"products {scheme or 'plain'}", partial(model.products, scheme)
+    for scheme in HEAD_BITS:
         yield f"head {scheme or 'plain'}", partial(model.head, scheme)
     yield "products of a prefill", model.prefill_products
     for name in (None, *CACHES):
@@ -73,27 +73,27 @@ class Sizes:
     def random(self, *shape: int) -> Tensor:
         return torch.randn(shape, device=self.device, dtype=self.dtype)
 
-    def products(self, scheme: str | None, rows: int) -> Case:
+    def products(self, scheme: str | None) -> list[Case]:
         """Those of some blocks, one after the other; the weights' bytes count."""
         chain = self._chain(scheme)
-        inputs = {k: self.random(rows, k) for k in {product.columns for product in chain}}
         size = sum(product.layer.nbytes for product in chain) / len(chain)
-        calls = [partial(product.layer, inputs[product.columns]) for product in chain]
-        return Case(f"products {scheme or 'plain'}, {rows} rows", "GB/s", size, calls)
+        return [Case(f"products {scheme or 'plain'}, {t} rows", "GB/s", size, self._calls(chain, t)) for t in ROWS]
 
-    def prefill_products(self) -> Case:
+    def _calls(self, chain: list[Product], rows: int) -> list[Call]:
+        inputs = {k: self.random(rows, k) for k in {product.columns for product in chain}}
+        return [partial(product.layer, inputs[product.columns]) for product in chain]
+
+    def prefill_products(self) -> list[Case]:
         chain = self._chain(None)
-        inputs = {k: self.random(TOKENS, k) for k in {product.columns for product in chain}}
         work = 2.0 * TOKENS * sum(product.rows * product.columns for product in chain) / len(chain)
-        calls = [partial(product.layer, inputs[product.columns]) for product in chain]
-        return Case(f"products plain, {TOKENS} rows", "TFLOP/s", work, calls)
+        return [Case(f"products plain, {TOKENS} rows", "TFLOP/s", work, self._calls(chain, TOKENS))]
 
-    def head(self, scheme: str | None) -> Case:
+    def head(self, scheme: str | None) -> list[Case]:
         parts = [(HEAD, self.cfg.vocab, self.cfg.hidden_size)]
         first = self._product(parts, scheme).layer
         layers = [first, *(self._product(parts, scheme).layer for _ in range(COLD // first.nbytes))]
         calls = [partial(layer, self.random(1, self.cfg.hidden_size)) for layer in layers]
-        return Case(f"head {scheme or 'plain'}, 1 row", "GB/s", first.nbytes, calls)
+        return [Case(f"head {scheme or 'plain'}, 1 row", "GB/s", first.nbytes, calls)]
 
     def _chain(self, scheme: str | None) -> list[Product]:
         """The products of as many blocks as are cold."""
@@ -122,7 +122,7 @@ class Sizes:
         layer = make_linear(stored, self.device, self.dtype)
         return Product(layer, sum(n for _, n, _ in parts), parts[0][2])
 
-    def decode(self, stored: str | None, count: int, length: int) -> Case:
+    def decode(self, stored: str | None, count: int, length: int) -> list[Case]:
         """One new token for each of `count` sequences; the bytes of their cache count."""
         scale_bytes = 2 if stored else 0
         dtype = CACHES[stored] if stored else self.dtype
@@ -131,9 +131,9 @@ class Sizes:
         batch = paged_batch(count, 1, length, self.device)
         q = self.random(count, self.cfg.heads, self.width)
         calls = [partial(self.ops.attend, q, cache, batch, self.cfg.attention_scale) for cache in caches]
-        return Case(f"decode attention {stored or 'plain'}, {count} x {length}", "GB/s", size, calls)
+        return [Case(f"decode attention {stored or 'plain'}, {count} x {length}", "GB/s", size, calls)]
 
-    def prefill(self, count: int, length: int) -> Case:
+    def prefill(self, count: int, length: int) -> list[Case]:
         """All of their tokens are new: half of the scores are computed."""
         batch, values = (
             paged_batch(count, length, length, self.device),
@@ -142,7 +142,7 @@ class Sizes:
         q, cache = self.random(count * length, self.cfg.heads, self.width), self._cache(count, length, None)
         work = float(count) * length * length * self.cfg.heads * (self.width + values)
         call = partial(self.ops.attend, q, cache, batch, self.cfg.attention_scale)
-        return Case(f"prefill attention, {count} x {length}", "TFLOP/s", work, [call])
+        return [Case(f"prefill attention, {count} x {length}", "TFLOP/s", work, [call])]
 
     def _cache(self, count: int, length: int, stored: str | None) -> LayerCache:
         pages = 1 + count * -(-length // PAGE)
@@ -160,17 +160,17 @@ class Sizes:
         """Of the heads: keys and values, which are one for MLA."""
         return paged[:, :, : self.key_heads], paged[:, :, self.row_heads - self.key_heads :]
 
-    def norm(self) -> Case:
+    def norm(self) -> list[Case]:
         weight, inputs = self.random(self.cfg.hidden_size), self._steps(self.cfg.hidden_size)
         calls = [partial(self.ops.rms_norm, x, weight, self.cfg.eps) for x in inputs]
-        return Case(f"norm, {TOKENS} rows", "GB/s", 2 * inputs[0].nbytes, calls)
+        return [Case(f"norm, {TOKENS} rows", "GB/s", 2 * inputs[0].nbytes, calls)]
 
-    def gate(self) -> Case:
+    def gate(self) -> list[Case]:
         inputs = self._steps(2 * self.cfg.intermediate)
         calls = [partial(self.ops.silu_mul, x) for x in inputs]
-        return Case(f"gate, {TOKENS} rows", "GB/s", 1.5 * inputs[0].nbytes, calls)
+        return [Case(f"gate, {TOKENS} rows", "GB/s", 1.5 * inputs[0].nbytes, calls)]
 
-    def rope_store(self) -> Case:
+    def rope_store(self) -> list[Case]:
         """Queries and keys are rotated in place, keys and values written to the cache."""
         cfg, heads = self.cfg, self.cfg.heads + 2 * self.cfg.kv_heads
         inputs = [x.view(TOKENS, heads, cfg.head_dim) for x in self._steps(heads * cfg.head_dim)]
@@ -178,13 +178,13 @@ class Sizes:
         cache, slots = self._cache(1, TOKENS, None), torch.arange(PAGE, PAGE + TOKENS, device=self.device)
         calls = [partial(self.ops.rope_store, x, angles.cos(), angles.sin(), cfg.heads, cache, slots) for x in inputs]
         moved = heads + (cfg.heads + cfg.kv_heads) + 2 * cfg.kv_heads
-        return Case(f"rope and store, {TOKENS} rows", "GB/s", moved * inputs[0].nbytes / heads, calls)
+        return [Case(f"rope and store, {TOKENS} rows", "GB/s", moved * inputs[0].nbytes / heads, calls)]
 
     def _steps(self, columns: int) -> list[Tensor]:
         count = max(2, COLD // (TOKENS * columns * self.dtype.itemsize))
         return [self.random(TOKENS, columns) for _ in range(count)]
 
-    def sampling(self) -> Case:
+    def sampling(self) -> list[Case]:
         """64 rows with temperature and top-p; the logits' bytes count once."""
         from minicpm_cli.kernels.sampling import Draws
 
@@ -192,7 +192,7 @@ class Sizes:
         logits = [torch.randn(rows, self.cfg.vocab, device=self.device) for _ in range(8)]
         draws = Draws(rows, self.cfg.vocab, self.device)
         calls = [partial(draws, x, _draw_state(rows, self.device)) for x in logits]
-        return Case(f"sampling top-p 0.8, {rows} rows", "GB/s", logits[0].nbytes, calls)
+        return [Case(f"sampling top-p 0.8, {rows} rows", "GB/s", logits[0].nbytes, calls)]
 
 
 def _draw_state(rows: int, device: torch.device) -> SimpleNamespace:

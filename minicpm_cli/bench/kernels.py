@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Literal
@@ -49,18 +49,23 @@ def measure_kernels(
     limits = measure_limits(device, dtype)
     for name, make in makers(cfg, device, dtype):
         try:
-            with torch.inference_mode():
-                case = make()
-                rates = tuple(case.amount / SCALE[case.unit] / s for s in seconds_a_call(case.calls, device))
+            yield from _measured(make, limits, device)
         except (ImportError, RuntimeError) as error:
             say(f"{name}: does not run here ({error})")
-            continue
-        yield Kernel(case.name, case.unit, rates, limits[case.unit])
-        del case
 
 
 @torch.inference_mode()
-def measure_limits(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
+def _measured(make: Callable[[], list[Case]], limits: Mapping[Unit, float], device: torch.device) -> list[Kernel]:
+    """What `make` makes is freed at the end."""
+    kernels = []
+    for case in make():
+        rates = tuple(case.amount / SCALE[case.unit] / seconds for seconds in seconds_a_call(case.calls, device))
+        kernels.append(Kernel(case.name, case.unit, rates, limits[case.unit]))
+    return kernels
+
+
+@torch.inference_mode()
+def measure_limits(device: torch.device, dtype: torch.dtype) -> dict[Unit, float]:
     """GB/s that a copy reads and writes, TFLOP/s of a square product."""
     gpu = device.type == "cuda"
     size, side = (COPY_BYTES, SIDE) if gpu else (CPU_COPY_BYTES, CPU_SIDE)
