@@ -115,7 +115,7 @@ class Engine:
         pipeline = self.runner.pipeline
         if not plan.decodes:
             return "prefill"
-        if pipeline is None or plan.hosted or pipeline.ready(len(plan.chunks), greedy=plan.greedy):
+        if pipeline is None or plan.hosted or pipeline.ready(plan.sampled):
             return "decode"
         return "capture"
 

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minicpm_cli.engine.inputs import DecodeLayout, DrawState, Tensors
+from minicpm_cli.engine.inputs import DecodeLayout, DrawState, Kind, Tensors, penalty_state
+from minicpm_cli.engine.penalties import Penalties, PenaltyState
 from minicpm_cli.kernels.batch import ForwardBatch
 
-Draw = Callable[[Tensor, DrawState], tuple[Tensor, Tensor]]  # logits [S, V] -> ids [S] int64, peaks [S] float32
+Draw = Callable[[Tensor, DrawState, PenaltyState | None], tuple[Tensor, Tensor]]  # logits [S, V] -> ids, peaks [S]
 Forward = Callable[[ForwardBatch, Any], Tensor]
 Work = Callable[[], None]
 Capture = Callable[[Work], Work]
@@ -27,10 +28,19 @@ def padded(count: int, most: int) -> int:
     return min(size, most)
 
 
-def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The lowest id among equals, and the peaks, which tell whether the scores are finite."""
-    peaks, ids = logits.max(-1)
-    return ids, peaks
+class DeviceDraw:
+    """A token and the peak of the scores for each row: the peaks tell whether they are finite."""
+
+    def __init__(self, draw: Draw | None, penalties: Penalties) -> None:
+        self.draw, self.penalties = draw, penalties
+
+    def __call__(self, logits: Tensor, kind: Kind, rows: Tensors) -> tuple[Tensor, Tensor]:  # [S, V]
+        if kind == "greedy":
+            peaks, ids = logits.max(-1)  # the lowest id among equals
+            return ids, peaks
+        assert self.draw is not None, "the device cannot draw, and was asked to"
+        penalties = penalty_state(rows, self.penalties.counts) if kind == "penalised" else None
+        return self.draw(logits, DrawState.of(rows), penalties)
 
 
 class CudaCapture:
@@ -64,7 +74,7 @@ class DecodeSteps:
         page_size: int,
         device: torch.device,
         run: Callable[[ForwardBatch], Tensor],
-        draw: Draw | None,
+        draw: DeviceDraw,
         capture: Capture | None,
     ) -> None:
         self.layout, self.page_size, self.device = layout, page_size, device
@@ -75,31 +85,31 @@ class DecodeSteps:
         self._elements = self.buffer[: layout.nbytes // 8 * 8].view(torch.int64)
         self._rows = torch.arange(layout.rows + 1, dtype=torch.int64, device=device)
         self._starts = self._rows.int()
-        self._captured: dict[tuple[int, bool], Work] = {}
+        self._captured: dict[tuple[int, Kind], Work] = {}
 
-    def ready(self, count: int, *, greedy: bool) -> bool:
+    def ready(self, count: int, kind: Kind) -> bool:
         """Whether a step of `count` rows runs at once: nothing is to be captured."""
-        return self._capture is None or (count, greedy) in self._captured
+        return self._capture is None or (count, kind) in self._captured
 
-    def launch(self, sent: Tensor, count: int, *, greedy: bool, kv_lens: tuple[int, ...]) -> None:
+    def launch(self, sent: Tensor, count: int, kind: Kind, kv_lens: tuple[int, ...]) -> None:
         """Runs a step of `count` rows on the bytes `sent` by the host; leaves ids and peaks in `drawn` and `peaks`."""
-        if self._capture is not None and (count, greedy) not in self._captured:
-            self._captured[count, greedy] = self._capture_step(self._capture, count, greedy)
+        if self._capture is not None and (count, kind) not in self._captured:
+            self._captured[count, kind] = self._capture_step(self._capture, count, kind)
         self.buffer[self.layout.step(count)].copy_(sent, non_blocking=True)
         if self._capture is None:
-            self._step(count, greedy, kv_lens)
+            self._step(count, kind, kv_lens)
         else:
-            self._captured[count, greedy]()
+            self._captured[count, kind]()
 
     def note(self, ids: Tensor, peaks: Tensor) -> None:  # [S], [S]
         """What a step of another kind has drawn."""
         self.drawn[: len(ids)].copy_(ids)
         self.peaks[: len(ids)].copy_(peaks)
 
-    def _step(self, count: int, greedy_only: bool, kv_lens: tuple[int, ...] = ()) -> None:
+    def _step(self, count: int, kind: Kind, kv_lens: tuple[int, ...] = ()) -> None:
         there = self.layout.arrays(count).device(self.buffer)
         logits = self._run(self._batch(there, count, kv_lens))
-        self.note(*(greedy(logits) if greedy_only or self._draw is None else self._draw(logits, DrawState.of(there))))
+        self.note(*self._draw(logits, kind, there))
 
     def _batch(self, there: Tensors, count: int, kv_lens: tuple[int, ...]) -> ForwardBatch:
         """A captured step may read only the tensors: the host's lengths are those of the moment."""
@@ -118,11 +128,13 @@ class DecodeSteps:
             kv_lens=kv_lens,
         )
 
-    def _capture_step(self, capture: Capture, count: int, greedy_only: bool) -> Work:
-        """Captures over padding alone, which leaves the cache and the tokens in flight as they are."""
+    def _capture_step(self, capture: Capture, count: int, kind: Kind) -> Work:
+        """Captures over padding alone, which leaves the cache, the tokens in flight and the penalties as they are."""
         kept = self.buffer.clone()
         self.buffer[self.layout.step(count)].zero_()
-        self.layout.arrays(count).device(self.buffer)["kv_len"].fill_(1)
-        work = capture(lambda: self._step(count, greedy_only))
+        there = self.layout.arrays(count).device(self.buffer)
+        there["kv_len"].fill_(1)
+        there["seat"].fill_(-1)
+        work = capture(lambda: self._step(count, kind))
         self.buffer.copy_(kept)
         return work

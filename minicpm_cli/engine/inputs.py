@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from minicpm_cli.engine.pages import DUMMY
+from minicpm_cli.engine.penalties import Penalties, PenaltyState, rates
 from minicpm_cli.engine.scheduler import Chunk, Plan
 from minicpm_cli.engine.sequence import Sequence
 from minicpm_cli.kernels.batch import ForwardBatch
@@ -44,6 +45,29 @@ class DrawState:
         return cls(**{name: tensors[name] for name in DRAW})
 
 
+def penalty_state(tensors: Tensors, counts: Tensor) -> PenaltyState:
+    return PenaltyState(**{name: tensors[name] for name in PENALTY}, counts=counts)
+
+
+Kind = Literal["greedy", "drawn", "penalised"]  # what a step's draw has to look at
+
+
+def kind_of(seqs: Iterable[Sequence]) -> Kind:
+    kind: Kind = "greedy"
+    for seq in seqs:
+        if seq.penalised:
+            return "penalised"
+        if not seq.greedy:
+            kind = "drawn"
+    return kind
+
+
+PENALTY: Mapping[str, Any] = {
+    "seat": np.int32,
+    "repetition": np.float32,
+    "frequency": np.float32,
+    "presence": np.float32,
+}
 DRAW: Mapping[str, Any] = {
     "seed": np.int64,
     "index": np.int64,
@@ -52,6 +76,7 @@ DRAW: Mapping[str, Any] = {
     "min_p": np.float32,
     "top_k": np.int32,
 }
+ROW = {**DRAW, **PENALTY}
 
 
 class Layout:
@@ -85,7 +110,8 @@ class StepInputs:
     kv_lens: tuple[int, ...]
     runs: tuple[int, ...]
 
-    def to(self, device: torch.device, drawn: Tensor | None = None) -> tuple[ForwardBatch, DrawState]:
+    def to(self, device: torch.device, drawn: Tensor | None = None) -> tuple[ForwardBatch, Tensors]:
+        """The batch, and how its rows are drawn."""
         there = self.layout.device(self.buffer.to(device, non_blocking=True))
         if len(there["flying"]):
             assert drawn is not None, "a token in flight, and nothing was drawn on the device"
@@ -100,11 +126,11 @@ class StepInputs:
             kv_lens=self.kv_lens,
             runs=self.runs,
         )
-        return batch, DrawState.of(there)
+        return batch, there
 
 
-def build(plan: Plan, page_size: int, *, pinned: bool = False, draws: bool = False) -> StepInputs:
-    """T tokens of B sequences, S of them sampled; how they are drawn only if the device `draws`."""
+def build(plan: Plan, page_size: int, *, pinned: bool = False, penalties: Penalties | None = None) -> StepInputs:
+    """T tokens of B sequences, S of them sampled; how they are drawn only if the device does it, with `penalties`."""
     chunks, seqs = plan.chunks, plan.sampled
     counts = np.array([chunk.size for chunk in chunks], np.int64)
     starts = np.array([chunk.start for chunk in chunks], np.int64)
@@ -121,7 +147,7 @@ def build(plan: Plan, page_size: int, *, pinned: bool = False, draws: bool = Fal
             "q_start": (np.int32, B + 1),
             "kv_len": (np.int32, B),
             "page_table": (np.int32, (B, P)),
-            **{name: (kind, S if draws else 0) for name, kind in DRAW.items()},
+            **{name: (kind, S if penalties else 0) for name, kind in ROW.items()},
         }
     )
     buffer = torch.empty(layout.stop, dtype=torch.uint8, pin_memory=pinned)
@@ -135,14 +161,14 @@ def build(plan: Plan, page_size: int, *, pinned: bool = False, draws: bool = Fal
     _fill_table(host["page_table"], chunks)
     _fill_ids(host["ids"], chunks)
     _fill_places(host, starts, counts, page_size)
-    if draws:
-        fill_draws(host, seqs)
+    if penalties:
+        fill_draws(host, seqs, penalties)
     runs = tuple(chunk.seq.run for chunk in chunks)
     return StepInputs(layout, buffer, page_size, tuple(counts.tolist()), tuple(ends.tolist()), runs)
 
 
-def fill_draws(host: Arrays, seqs: list[Sequence]) -> None:
-    """The first rows of the arrays of a DrawState. A planned draw already counts in `length`."""
+def fill_draws(host: Arrays, seqs: list[Sequence], penalties: Penalties) -> None:
+    """The first rows of the arrays that say how each is drawn. A planned draw already counts in `length`."""
     params, count = [seq.request.params for seq in seqs], len(seqs)
     host["seed"][:count].view(np.uint64)[:] = [seq.request.seed for seq in seqs]
     host["index"][:count] = [seq.length - seq.prompt_length - 1 for seq in seqs]
@@ -150,6 +176,8 @@ def fill_draws(host: Arrays, seqs: list[Sequence]) -> None:
     host["top_p"][:count] = [p.top_p for p in params]
     host["min_p"][:count] = [p.min_p for p in params]
     host["top_k"][:count] = [p.top_k for p in params]
+    host["seat"][:count] = penalties.seats(seqs)
+    host["repetition"][:count], host["frequency"][:count], host["presence"][:count] = rates(seqs)
 
 
 def _fill_table(table: NDArray[np.int32], chunks: list[Chunk]) -> None:  # [B, P]
@@ -210,20 +238,20 @@ class DecodeLayout:
 
 def _arrays(count: int) -> dict[str, tuple[Any, Shape]]:
     wide = dict.fromkeys(("ids", "positions", "slots", "source"), (np.int64, count))
-    return {**wide, "kv_len": (np.int32, count), **{name: (kind, count) for name, kind in DRAW.items()}}
+    return {**wide, "kv_len": (np.int32, count), **{name: (kind, count) for name, kind in ROW.items()}}
 
 
 class DecodeHost:
     """The host's side of decode steps, filled for one step after the other: only changed rows of pages are written."""
 
-    def __init__(self, layout: DecodeLayout, page_size: int, *, pinned: bool) -> None:
-        self.layout, self.page_size = layout, page_size
+    def __init__(self, layout: DecodeLayout, page_size: int, penalties: Penalties, *, pinned: bool) -> None:
+        self.layout, self.page_size, self.penalties = layout, page_size, penalties
         self.buffer = torch.zeros(layout.nbytes, dtype=torch.uint8, pin_memory=pinned)
         self.table = layout.table.host(self.buffer)["page_table"]
         self._held: list[tuple[Sequence | None, int]] = [(None, 0)] * layout.rows
         self._places: dict[int, tuple[Arrays, slice, int]] = {}
 
-    def fill(self, plan: Plan, count: int, *, greedy: bool) -> Tensor:
+    def fill(self, plan: Plan, count: int, kind: Kind) -> Tensor:
         """The bytes to send. Rows beyond the plan's write to the dummy page and read one token of it."""
         host, span, first_id = self._of(count)
         chunks, used = plan.chunks, len(plan.chunks)
@@ -236,9 +264,9 @@ class DecodeHost:
         flying = [row for row, chunk in enumerate(chunks) if chunk.start == len(chunk.seq.tokens)]
         host["source"][flying] = [chunks[row].seq.row for row in flying]
         self._put(host, [chunk.start for chunk in chunks], used)
-        if not greedy:
-            fill_draws(host, plan.sampled)
-            host["temperature"][used:] = 0
+        if kind != "greedy":
+            fill_draws(host, plan.sampled, self.penalties)
+            host["temperature"][used:], host["seat"][used:] = 0, -1
         return self.buffer[span]
 
     def _of(self, count: int) -> tuple[Arrays, slice, int]:

@@ -11,10 +11,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from minicpm_cli.engine import inputs
-from minicpm_cli.engine.graphs import Capture, DecodeSteps, Draw, Work, greedy, padded
-from minicpm_cli.engine.inputs import DecodeHost, DecodeLayout
+from minicpm_cli.engine.graphs import Capture, DecodeSteps, DeviceDraw, Work, padded
+from minicpm_cli.engine.inputs import DecodeHost, DecodeLayout, kind_of
+from minicpm_cli.engine.penalties import Penalties
 from minicpm_cli.engine.scheduler import Plan
-from minicpm_cli.engine.sequence import Drawn, EngineConfig
+from minicpm_cli.engine.sequence import Drawn, EngineConfig, Sequence
 from minicpm_cli.kernels.batch import ForwardBatch
 
 SLOTS = 2  # one step is in flight while the next is written
@@ -51,8 +52,8 @@ def submit_cuda(work: Work) -> Mark:
 class Slot:
     """The host's memory of a step: inputs on their way there and what comes back. Free once `mark` is passed."""
 
-    def __init__(self, layout: DecodeLayout, page_size: int, *, pinned: bool) -> None:
-        self.inputs = DecodeHost(layout, page_size, pinned=pinned)
+    def __init__(self, layout: DecodeLayout, page_size: int, penalties: Penalties, *, pinned: bool) -> None:
+        self.inputs = DecodeHost(layout, page_size, penalties, pinned=pinned)
         self.results = torch.zeros(layout.drawn.stop, dtype=torch.uint8, pin_memory=pinned)
         self.mark: Mark = Passed()
         views = layout.drawn.host(self.results)
@@ -83,7 +84,7 @@ class Pipeline:
         device: torch.device,
         run: Callable[[ForwardBatch], Tensor],
         told: Callable[[Plan, list[int], list[float]], list[Drawn]],
-        draw: Draw | None,
+        draw: DeviceDraw,
         capture: Capture | None,
     ) -> None:
         self.config, self.device, self._run, self._told, self.draw = config, device, run, told, draw
@@ -91,22 +92,24 @@ class Pipeline:
         layout, self.pinned = DecodeLayout(config.max_seqs, columns), device.type == "cuda"
         self.steps = DecodeSteps(layout, config.page_size, device, run, draw, capture)
         self.submit: Submit = submit_cuda if self.pinned else submit_now
-        self._slots = [Slot(layout, config.page_size, pinned=self.pinned) for _ in range(SLOTS)]
+        self._slots = [Slot(layout, config.page_size, draw.penalties, pinned=self.pinned) for _ in range(SLOTS)]
         self._turn = 0
 
-    def ready(self, count: int, *, greedy: bool) -> bool:
-        """Whether a decode step of `count` sequences is launched at once; else it is captured first."""
-        return self.steps.ready(padded(count, self.config.max_seqs), greedy=greedy)
+    def ready(self, seqs: list[Sequence]) -> bool:
+        """Whether a decode step of these is launched at once; else it is captured first."""
+        return self.steps.ready(padded(len(seqs), self.config.max_seqs), kind_of(seqs))
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> DeviceFlight:
         slot = self._slots[self._turn]
         slot.mark.synchronize()
         work = self._decode(plan, slot) if plan.decodes else self._mixed(plan)
+        begin = self.draw.penalties.begin()
         for row, seq in enumerate(plan.sampled):
             seq.row = row
 
         def step() -> None:
+            begin()
             work()
             slot.results.copy_(self.steps.buffer[: len(slot.results)], non_blocking=True)
 
@@ -120,20 +123,20 @@ class Pipeline:
             slot.mark.synchronize()
 
     def _decode(self, plan: Plan, slot: Slot) -> Work:
-        count, only = padded(len(plan.chunks), self.config.max_seqs), plan.greedy
-        sent = slot.inputs.fill(plan, count, greedy=only)
+        count, kind = padded(len(plan.chunks), self.config.max_seqs), kind_of(plan.sampled)
+        sent = slot.inputs.fill(plan, count, kind)
         kv_lens = tuple(chunk.start + 1 for chunk in plan.chunks) + (1,) * (count - len(plan.chunks))
-        return lambda: self.steps.launch(sent, count, greedy=only, kv_lens=kv_lens)
+        return lambda: self.steps.launch(sent, count, kind, kv_lens)
 
     def _mixed(self, plan: Plan) -> Work:
-        only = plan.greedy or self.draw is None
-        host = inputs.build(plan, self.config.page_size, pinned=self.pinned, draws=not only)
+        kind = kind_of(plan.sampled)
+        penalties = None if kind == "greedy" else self.draw.penalties
+        host = inputs.build(plan, self.config.page_size, pinned=self.pinned, penalties=penalties)
 
         def work() -> None:
-            batch, state = host.to(self.device, self.steps.drawn)
+            batch, rows = host.to(self.device, self.steps.drawn)
             logits = self._run(batch)
             if len(logits):
-                assert self.draw is not None or only
-                self.steps.note(*(greedy(logits) if only or self.draw is None else self.draw(logits, state)))
+                self.steps.note(*self.draw(logits, kind, rows))
 
         return work

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from minicpm_cli.engine import inputs
-from minicpm_cli.engine.graphs import CudaCapture, Draw
+from minicpm_cli.engine.graphs import CudaCapture, DeviceDraw, Draw
 from minicpm_cli.engine.penalties import Penalties
 from minicpm_cli.engine.pipeline import Pipeline
 from minicpm_cli.engine.sampler import Rows, sample, settle
@@ -73,19 +73,20 @@ class Runner:
     def __init__(self, model: Model, kv: Any, config: EngineConfig, draw: Draw | None = None) -> None:
         self.kv, self.page_size, self.device = kv, config.page_size, model.device
         self.forward_step: Callable[[ForwardBatch, Any], Tensor] = model.forward
-        self.penalties = Penalties(model.cfg.vocab, model.device)
-        self.pipeline: Pipeline | None = None
         on_gpu = model.device.type == "cuda"
+        self.penalties = Penalties(model.cfg.vocab, model.device, config.max_seqs if on_gpu or config.lag else 0)
+        self.pipeline: Pipeline | None = None
         if draw is None and on_gpu:
             draw = _kernel_draws(config, model)
         if on_gpu or config.lag:
             capture = CudaCapture() if on_gpu and config.graphs and _capturable(model) else None
-            self.pipeline = Pipeline(config, model.device, self.forward, told, draw, capture)
+            on_device = DeviceDraw(draw, self.penalties)
+            self.pipeline = Pipeline(config, model.device, self.forward, told, on_device, capture)
 
     @property
     def host_draws(self) -> bool:
         """Whether only the host can draw other tokens than the likeliest."""
-        return self.pipeline is None or self.pipeline.draw is None
+        return self.pipeline is None or self.pipeline.draw.draw is None
 
     def launch(self, plan: Plan) -> Flight:
         if self.pipeline is not None and not plan.hosted:
@@ -98,7 +99,7 @@ class Runner:
         """Whether a decode step of these is launched without being captured first."""
         if self.pipeline is None or not running or any(seq.remaining > 1 for seq in running):
             return True
-        return self.pipeline.ready(len(running), greedy=all(seq.greedy for seq in running))
+        return self.pipeline.ready(running)
 
     def inputs(self, plan: Plan) -> ForwardBatch:
         return inputs.build(plan, self.page_size, pinned=self.device.type == "cuda").to(self.device)[0]

@@ -48,10 +48,6 @@ class Plan:
         return all(chunk.size == 1 and chunk.sample for chunk in self.chunks)
 
     @property
-    def greedy(self) -> bool:
-        return all(chunk.seq.greedy for chunk in self.chunks)
-
-    @property
     def hosted(self) -> bool:
         return any(chunk.seq.hosted for chunk in self.chunks)
 
@@ -159,7 +155,7 @@ class Scheduler:
                 f"the prompt holds a token id outside 0..{self.vocab - 1}: tokenizer and model do not belong together",
             )
         seq = Sequence(request, limit - length if wanted is None else wanted, self.clock())
-        seq.hosted |= self.host_draws and not seq.greedy
+        seq.hosted |= self.host_draws and (seq.penalised or not seq.greedy)
         return seq
 
     def _decodes(self, chunks: list[Chunk], budget: int) -> int:

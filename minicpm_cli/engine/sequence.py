@@ -113,7 +113,7 @@ class Sequence:
         self.limit = self.prompt_length + max(self.max_tokens, 1)
         self.penalised = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
         self.greedy = params.temperature == 0 or params.top_k == 1 or params.top_p == 0
-        self.hosted = self.penalised or params.logprobs is not None or self.request.mask is not None
+        self.hosted = params.logprobs is not None or self.request.mask is not None
 
     @property
     def remaining(self) -> int:

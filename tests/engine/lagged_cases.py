@@ -14,14 +14,17 @@ from torch import Tensor
 from minicpm_cli.engine.draws import uniforms
 from minicpm_cli.engine.engine import Engine, EngineConfig
 from minicpm_cli.engine.inputs import DrawState
+from minicpm_cli.engine.penalties import PenaltyState
 from minicpm_cli.engine.sampler import Rows, sample, settle
 from minicpm_cli.kernels.batch import ForwardBatch
 
 WAYS = ("lagged", "queued", "replayed", "in step")
 
 
-def draw(logits: Tensor, state: DrawState) -> tuple[Tensor, Tensor]:
+def draw(logits: Tensor, state: DrawState, penalties: PenaltyState | None = None) -> tuple[Tensor, Tensor]:
     """What the engine's own sampler draws, from the device's arrays alone."""
+    if penalties is not None:
+        logits = penalised(logits, penalties)
     cold = state.temperature == 0
     rows = Rows(
         greedy=cold.nonzero().flatten().tolist(),
@@ -35,7 +38,23 @@ def draw(logits: Tensor, state: DrawState) -> tuple[Tensor, Tensor]:
         largest_k=int(state.top_k.max()),
     )
     drawn = sample(logits, rows)
-    return settle(drawn, logits, rows)[2], drawn.peak
+    ids = settle(drawn, logits, rows)[2]
+    if penalties is not None:
+        for seat, token in zip(penalties.seat.tolist(), ids.tolist(), strict=True):
+            if seat >= 0:
+                penalties.counts[seat, token] += 2
+    return ids, drawn.peak
+
+
+def penalised(logits: Tensor, penalties: PenaltyState) -> Tensor:
+    out = logits.clone()
+    for row, seat in enumerate(penalties.seat.tolist()):
+        if seat >= 0:
+            counts, divisor = penalties.counts[seat], penalties.repetition[row]
+            changed = torch.where(logits[row] > 0, logits[row] / divisor, logits[row] * divisor)
+            out[row] = torch.where(counts > 0, changed, logits[row])
+            out[row] -= (counts // 2) * penalties.frequency[row] + (counts > 1) * penalties.presence[row]
+    return out
 
 
 class PaddedFake(FakeDecoder):

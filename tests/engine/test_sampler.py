@@ -304,11 +304,11 @@ def test_penalties_follow_the_tokens_of_each_sequence() -> None:
             seq.tokens.append(token)
         if step % 4 == 3:
             live.pop(step % len(live))[0].finished = True
-    assert len(penalties._seen) <= 8
+    assert len(penalties.counts) <= 8
 
 
 def test_rows_without_penalties_cost_nothing() -> None:
     penalties = Penalties(50, CPU)
     logits = torch.randn(2, 50)
     assert penalties.apply(logits, [sequence([1]), sequence([2])]) is logits
-    assert len(penalties._seen) == 0
+    assert len(penalties.counts) == 0
