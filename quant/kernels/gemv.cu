@@ -135,7 +135,7 @@ __device__ __forceinline__ void scale_x(u32 (&x)[PAIRS], const u32 (&weight)[PAI
 
 // 1 / sqrt(mean square + eps) of the lane's rows of x; `partial` is shared, [column_warps][NB][4].
 __device__ __forceinline__ void inverse_rms(float (&factor)[NB], float *partial, const float (&sum)[NB], const Params &p,
-                                            int warp, int lane) {
+                                            float per_column, int warp, int lane) {
 #pragma unroll
     for (int b = 0; b < NB; b++) {
         float all = sum_over(sum_over(sum_over(sum[b], 1), 2), 4);
@@ -146,7 +146,7 @@ __device__ __forceinline__ void inverse_rms(float (&factor)[NB], float *partial,
     for (int b = 0; b < NB; b++) {
         float all = 0;
         for (int w = 0; w < p.column_warps; w++) all += partial[(w * NB + b) * 4 + lane / 8];
-        factor[b] = rsqrtf(all / p.K + p.eps);
+        factor[b] = rsqrtf(fmaf(all, per_column, p.eps));
     }
 }
 
@@ -201,11 +201,20 @@ struct Part {
         for (int r = 0; r < SUMS; r++) {
 #pragma unroll
             for (int b = 0; b < NB; b++) {
-                float c[4] = {0, 0, 0, 0};
+                constexpr int CHAINS = PAIRS / SUMS < 8 ? 1 : 4;  // products wait for each other
+                float c[CHAINS][4] = {};
 #pragma unroll
-                for (int i = r * (PAIRS / SUMS); i < (r + 1) * (PAIRS / SUMS); i += 2)
-                    mma(c, ONES, ONES, ONES, ONES, x[b][i], x[b][i + 1]);
-                sum[b][r][0] = FACTOR * c[0], sum[b][r][1] = FACTOR * c[3];
+                for (int i = 0; i < PAIRS / SUMS; i += 2) {
+                    const int at = r * (PAIRS / SUMS) + i;
+                    mma(c[i / 2 % CHAINS], ONES, ONES, ONES, ONES, x[b][at], x[b][at + 1]);
+                }
+#pragma unroll
+                for (int h = 0; h < 2; h++) {
+                    float all = c[0][3 * h];
+#pragma unroll
+                    for (int i = 1; i < CHAINS; i++) all += c[i][3 * h];
+                    sum[b][r][h] = FACTOR * all;
+                }
             }
 #pragma unroll
             for (int h = 0; h < 2; h++)
@@ -328,6 +337,7 @@ extern "C" __global__ void __launch_bounds__(384, NB == 1 ? 2 : 1) gemv(const __
     u32 x[NB][PAIRS], weight[1][PAIRS];
     if (p.norm) load_x(weight, p.norm, p.K, column_warp * STEP + x_chunk, t, 0, 1);
     if (BITS != 16) load_scales(scales, stride, p, rows, tiles);
+    const float per_column = 1.f / p.K;
     await_inputs();
 
     float factor[NB];
@@ -343,13 +353,13 @@ extern "C" __global__ void __launch_bounds__(384, NB == 1 ? 2 : 1) gemv(const __
 #pragma unroll
             for (int b = 0; b < NB; b++) sum[b] += squares(x[b]);
         }
-        inverse_rms(factor, partial, sum, p, warp, lane);
+        inverse_rms(factor, partial, sum, p, per_column, warp, lane);
 #pragma unroll
         for (int b = 0; b < NB; b++) scale_x(x[b], weight[0], factor[b]);
     } else {
         load_x(x, p.x, p.K, column_warp * STEP + x_chunk, t, x_row, p.T);
+        if (BITS != 16) __syncthreads();  // the scales are there
     }
-    if (BITS != 16) __syncthreads();
 
     const u32 mask = opaque(0x000f000f);
     int stage = 0;
