@@ -137,7 +137,7 @@ def _kernels(subject: Subject, say: _Notes) -> Iterator[Row]:
 
     say(f"{KERNELS}: operations one by one beside a copy and a matrix product")
     setting = subject.setting()
-    for kernel in measure_kernels(subject.cfg, subject.device, subject.dtype, say):
+    for kernel in measure_kernels(subject.cfg, subject.device, subject.dtype, say, subject.checkpoint.kernels):
         yield Row(setting, kernel.name, kernel.rates, kernel.unit, kernel.limit)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -12,12 +13,16 @@ import torch
 from torch import Tensor
 
 from minicpm_cli.bench.kernels import Call, Case
+from minicpm_cli.bench.weights import RandomSource
 from minicpm_cli.kernels.batch import ForwardBatch
 from minicpm_cli.kernels.cache import LayerCache, encode
 from minicpm_cli.kernels.ops import ops_for
 from minicpm_cli.model.config import ModelConfig
 from minicpm_cli.model.load_scheme import LoadScheme
+from minicpm_cli.model.mlp import make_mlp
+from minicpm_cli.model.quantizing_source import QuantizingSource
 from minicpm_cli.model.shapes import HEAD, is_absorbed, is_linear, tensor_shapes
+from minicpm_cli.model.weights import Weights
 from quant.linear import Linear, make_linear
 from quant.rtn import rtn
 
@@ -32,14 +37,19 @@ ROWS = (1, 8, 64)  # of the activations that small products multiply
 Make = Callable[[], list[Case]]
 
 
-def makers(cfg: ModelConfig, device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Make]]:
-    """What to measure, by name; nothing is allocated before it is asked for."""
-    model = Sizes(cfg, device, dtype)
+def makers(
+    cfg: ModelConfig, device: torch.device, dtype: torch.dtype, folder: Path | None = None
+) -> Iterator[tuple[str, Make]]:
+    """What to measure, by name; nothing is allocated before it is asked for. Compiled kernels are kept in `folder`."""
+    model = Sizes(cfg, device, dtype, folder)
     for scheme in HEAD_BITS:
         yield f"products {scheme or 'plain'}", partial(model.products, scheme)
     for scheme in HEAD_BITS:
         yield f"head {scheme or 'plain'}", partial(model.head, scheme)
     yield "products of a prefill", model.prefill_products
+    if cfg.moe:
+        for scheme in HEAD_BITS:
+            yield f"experts {scheme or 'plain'}", partial(model.experts, scheme)
     for name in (None, *CACHES):
         for count, length in LENGTHS:
             yield f"decode attention {name or 'plain'}", partial(model.decode, name, count, length)
@@ -64,8 +74,8 @@ class Product(NamedTuple):
 class Sizes:
     """Makes the cases of a model."""
 
-    def __init__(self, cfg: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
-        self.cfg, self.device, self.dtype = cfg, device, dtype
+    def __init__(self, cfg: ModelConfig, device: torch.device, dtype: torch.dtype, folder: Path | None = None) -> None:
+        self.cfg, self.device, self.dtype, self.folder = cfg, device, dtype, folder
         self.ops = ops_for(device)
         self.key_heads, self.width = (1, cfg.mla.latent) if cfg.mla else (cfg.kv_heads, cfg.head_dim)
         self.row_heads = 1 if cfg.mla else 2 * cfg.kv_heads  # of a token in the cache
@@ -103,11 +113,11 @@ class Sizes:
         return [self._product(group, scheme) for _ in range(max(1, COLD // packed)) for group in block]
 
     def _block(self) -> list[list[tuple[str, int, int]]]:
-        """(name, N, K) of the first block's matrices, those that one product computes together; one expert of each."""
+        """(name, N, K) of the first block's matrices, those that one product computes together; experts are apart."""
         groups: dict[str, list[tuple[str, int, int]]] = {}
         joined = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_up", "up_proj": "gate_up"}
         for name, shape in tensor_shapes(replace(self.cfg, layers=1)).items():
-            if not is_linear(name) or is_absorbed(name) or (".experts." in name and ".experts.0." not in name):
+            if not is_linear(name) or is_absorbed(name) or ".experts." in name:
                 continue
             kind = name.split(".")[-2]
             groups.setdefault(joined.get(kind, kind), []).append((name, shape[0], shape[1]))
@@ -119,8 +129,23 @@ class Sizes:
         for name, n, k in parts:
             weight, kind = self.random(n, k), load.matrix(name, k)
             stored.append(rtn(weight, kind) if kind else weight)
-        layer = make_linear(stored, self.device, self.dtype)
+        layer = make_linear(stored, self.device, self.dtype, self.folder)
         return Product(layer, sum(n for _, n, _ in parts), parts[0][2])
+
+    def experts(self, scheme: str | None) -> list[Case]:
+        """A block's mixture: of the experts' bytes, those of the active ones for a row, nearly all for many."""
+        assert self.cfg.moe is not None
+        cfg, load = replace(self.cfg, layers=1), LoadScheme.of(scheme, 16)
+        drawn = RandomSource(cfg, device=self.device, dtype=self.dtype)
+        source = QuantizingSource(drawn, load, self.device) if scheme else drawn
+        weights = Weights(source, self.device, self.dtype, kernels=self.folder)
+        mixture = make_mlp(cfg, weights, "model.layers.0.mlp", self.ops)
+        cases = []
+        for rows in ROWS:
+            seen = 1 - (1 - self.cfg.moe.active / self.cfg.moe.experts) ** rows
+            calls = [partial(mixture, self.random(rows, cfg.hidden_size)) for _ in range(8)]
+            cases.append(Case(f"experts {scheme or 'plain'}, {rows} rows", "GB/s", seen * weights.nbytes, calls))
+        return cases
 
     def decode(self, stored: str | None, count: int, length: int) -> list[Case]:
         """One new token for each of `count` sequences; the bytes of their cache count."""

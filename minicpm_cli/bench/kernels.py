@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from typing import Literal
 
@@ -41,13 +42,17 @@ class Kernel:
 
 
 def measure_kernels(
-    cfg: ModelConfig, device: torch.device, dtype: torch.dtype, say: Callable[[str], None]
+    cfg: ModelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    say: Callable[[str], None],
+    folder: Path | None = None,
 ) -> Iterator[Kernel]:
-    """Those of a model of `cfg`; `say` hears of what cannot be run here."""
+    """Those of a model of `cfg`; `say` hears of what cannot be run here. Compiled kernels are kept in `folder`."""
     from minicpm_cli.bench.kernel_cases import makers
 
     limits = measure_limits(device, dtype)
-    for name, make in makers(cfg, device, dtype):
+    for name, make in makers(cfg, device, dtype, folder):
         try:
             yield from _measured(make, limits, device)
         except (ImportError, RuntimeError) as error:

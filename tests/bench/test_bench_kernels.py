@@ -50,6 +50,7 @@ def test_all_of_them_run(shape: str) -> None:
     assert len(names) == len(set(names))
     assert {"products w4, 8 rows", "head w8, 1 row", "decode attention fp8, 3 x 20", "norm, 48 rows"} <= set(names)
     assert ("rope and store, 48 rows" in names) == (shape != "minicpm3-4b")
+    assert ("experts w4, 64 rows" in names) == (shape == "minicpm-moe-8x2b")
     assert all(min(kernel.rates) > 0 and kernel.limit > 0 for kernel in measured)
 
 
@@ -76,6 +77,14 @@ def test_bytes_and_operations_are_those_that_must_be() -> None:
     assert model.prefill(2, 16)[0].amount == 2 * (16 * 16 / 2) * 2 * (2 * 64 + 2 * 64)
     assert model.norm()[0].amount == 2 * 48 * 128 * 2
     assert model.gate()[0].amount == 3 * 48 * 256 * 2
+
+
+def test_a_row_reads_the_active_experts_and_many_rows_read_all() -> None:
+    one, eight, many = kernel_cases.Sizes(small("minicpm-moe-8x2b"), CPU, BF16).experts(None)
+    router, experts = 2 * 8 * 128, 2 * 8 * 3 * 128 * 256
+    assert one.amount == pytest.approx((router + experts) / 4)
+    assert eight.amount == pytest.approx(0.9 * experts, rel=0.01)
+    assert many.amount == pytest.approx(router + experts)
 
 
 def test_the_seconds_are_of_one_call() -> None:
