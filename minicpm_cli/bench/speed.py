@@ -65,7 +65,8 @@ class Workload:
         if requests in (None, self.batch):
             return self
         assert requests is not None
-        return replace(self, name=f"{self.name}-{requests}", batch=requests)
+        told = self.help.replace(str(self.batch), str(requests))
+        return replace(self, name=f"{self.name}-{requests}", batch=requests, help=told)
 
 
 def decode_rate(run: Run) -> float:

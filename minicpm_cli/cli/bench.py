@@ -15,6 +15,7 @@ _EXAMPLES = examples(
     "minicpm bench --shape minicpm-2b throughput --quantize w4 --head-bits 8 --requests 256",
     "minicpm bench -m demo decode --against transformers",
 )
+_WORKLOADS = "decode, decode-long, ttft128, ttft2048, batch16, batch64, throughput, help, load, kernels"
 
 
 def register(app: typer.Typer) -> None:
@@ -24,7 +25,7 @@ def register(app: typer.Typer) -> None:
 @takes(MODEL, LOAD, OUTPUT)
 def bench(
     context: typer.Context,
-    workloads: Annotated[list[str] | None, typer.Argument(help="Which workloads; none: the usual ones.")] = None,
+    workloads: Annotated[list[str] | None, typer.Argument(help=f"{_WORKLOADS}; none: those up to batch64.")] = None,
     *,
     shape: Annotated[
         str | None, typer.Option(help="A family member's shape with random weights.", metavar="NAME")

@@ -8,9 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from minicpm_cli.bench import command
 from minicpm_cli.bench.command import BenchOptions, line, run_bench
 from minicpm_cli.bench.rows import Row, Setting, read_rows
 from minicpm_cli.bench.speed import Run
+from minicpm_cli.cli.bench import _WORKLOADS
 from minicpm_cli.errors import UsageError
 from minicpm_cli.settings import LoadOptions, Settings
 from minicpm_cli.types import SamplingParams
@@ -39,11 +41,16 @@ def test_the_usual_workloads_are_the_speeds() -> None:
     assert options.starts == []
 
 
+def test_the_help_names_all_workloads() -> None:
+    assert ", ".join(command.CHOICES) == _WORKLOADS
+    assert command.USUAL == command.CHOICES[: command.CHOICES.index("batch64") + 1]
+
+
 def test_a_shortened_throughput_is_named_so() -> None:
     (whole,) = BenchOptions(LoadOptions(), workloads=("throughput",)).checked().speeds
     (short,) = BenchOptions(LoadOptions(), workloads=("throughput",), requests=8).checked().speeds
     assert (whole.name, whole.batch) == ("throughput", 1024)
-    assert (short.name, short.batch) == ("throughput-8", 8)
+    assert (short.name, short.batch, short.help[:10]) == ("throughput-8", 8, "8 requests")
 
 
 def test_a_process_of_its_own_loads_as_asked() -> None:
