@@ -13,7 +13,6 @@ from minicpm_cli.model.decoder import Decoder
 from minicpm_cli.model.load_scheme import AS_STORED, LoadScheme
 from minicpm_cli.model.quantizing_source import QuantizingSource
 from minicpm_cli.model.source import TensorSource, open_source
-from minicpm_cli.model.staging import StagedSource
 from minicpm_cli.model.weights import Weights
 
 # Tables that older checkpoints store beside the weights; they are recomputed from the config.
@@ -36,7 +35,7 @@ def load_model(
     `scheme` quantizes on the way; `gptq_format` (v1, v2) is for GPTQ files that do not say theirs. Raises WeightsError
     for any tensor that is missing, left over, or of the wrong shape or type. Compiled kernels are kept in `kernels`.
     """
-    source = open_source(path, cfg, gptq_format)
+    source = open_source(path, cfg, gptq_format, device)
     return build_decoder(source, cfg, device, dtype, on_progress, scheme=scheme, kernels=kernels)
 
 
@@ -54,8 +53,6 @@ def build_decoder(
     for name in sorted(source.names()):
         if name.endswith(DERIVED):
             source.ignore(name)
-    if device.type == "cuda":
-        source = StagedSource(source, device)
     if scheme.linear:
         source = QuantizingSource(source, scheme, device)
     with torch.inference_mode():

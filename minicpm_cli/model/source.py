@@ -6,8 +6,9 @@ The decoder pulls each tensor by its Hugging Face name, so no more than what it 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar, cast
 
+import torch
 from torch import Tensor
 
 from minicpm_cli.errors import WeightsError
@@ -17,9 +18,11 @@ from minicpm_cli.model.gguf_source import GGUFSource
 from minicpm_cli.model.quantized import open_quantized
 from minicpm_cli.model.safetensors_source import SafetensorsSource
 from minicpm_cli.model.shards import bin_files, safetensors_files
+from minicpm_cli.model.staging import StagedSource
 from quant.pack import Packed
 
 Stored = Tensor | Packed
+S = TypeVar("S")
 
 
 class TensorSource(Protocol):
@@ -34,7 +37,7 @@ class TensorSource(Protocol):
         """The stored shape; raises WeightsError if there is no such tensor."""
 
     def take(self, name: str, shape: tuple[int, ...]) -> Stored:
-        """The tensor in host memory: read-only (it may be the file itself, mapped), valid while it is referenced.
+        """The tensor: read-only (it may be the file itself, mapped), valid while it is referenced.
 
         Raises WeightsError naming file, tensor, what was expected and what was found.
         """
@@ -46,25 +49,28 @@ class TensorSource(Protocol):
         """Closes the files; raises WeightsError listing the tensors that nobody asked for."""
 
 
-def open_source(path: Path, cfg: ModelConfig, gptq_format: str | None = None) -> TensorSource:
+def open_source(
+    path: Path, cfg: ModelConfig, gptq_format: str | None = None, device: torch.device | None = None
+) -> TensorSource:
     """Opens a checkpoint folder (safetensors before .bin before .gguf) or a .gguf file and checks its headers.
 
-    `gptq_format` (v1, v2) says how GPTQ's zero points are stored where the checkpoint does not. Raises WeightsError for
-    damaged or missing files, UnsupportedModel for packings that are not read.
+    `gptq_format` (v1, v2) says how GPTQ's zero points are stored where the checkpoint does not. Plain tensors, and the
+    parts of packed ones, go to `device` as they are taken if it is a GPU. Raises WeightsError for damaged or missing
+    files, UnsupportedModel for packings that are not read.
     """
     if path.is_file():
         if path.suffix.lower() != ".gguf":
             raise WeightsError(f"{path} is not a model folder or .gguf file; give the folder that holds config.json")
-        return GGUFSource(path, cfg)
-    return _open_folder(path, cfg, gptq_format)
+        return _staged(GGUFSource(path, cfg), device)
+    if tensors := safetensors_files(path):
+        return open_quantized(_staged(SafetensorsSource(tensors, cfg), device), path, gptq_format)
+    if pickled := bin_files(path):
+        return open_quantized(_staged(BinSource(pickled, cfg), device), path, gptq_format)
+    return _staged(GGUFSource(_only_gguf(path), cfg), device)
 
 
-def _open_folder(folder: Path, cfg: ModelConfig, gptq_format: str | None) -> TensorSource:
-    if tensors := safetensors_files(folder):
-        return open_quantized(SafetensorsSource(tensors, cfg), folder, gptq_format)
-    if pickled := bin_files(folder):
-        return open_quantized(BinSource(pickled, cfg), folder, gptq_format)
-    return GGUFSource(_only_gguf(folder), cfg)
+def _staged(source: S, device: torch.device | None) -> S:
+    return source if device is None or device.type != "cuda" else cast(S, StagedSource(source, device))
 
 
 def _only_gguf(folder: Path) -> Path:

@@ -9,12 +9,12 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import cycle
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-
-from minicpm_cli.model.source import Stored, TensorSource
 
 THREADS = 8
 CHUNK = 4 << 20  # bytes of one buffer; every thread has two, one of which the device may still be reading
@@ -72,23 +72,32 @@ def _event() -> torch.cuda.Event:
 
 
 class StagedSource:
-    """A TensorSource whose plain tensors come on the device already."""
+    """A source of a file's tensors, which come on the device already; what is packed in a GGUF file stays here."""
 
-    def __init__(self, inner: TensorSource, device: torch.device) -> None:
+    def __init__(self, inner: Any, device: torch.device) -> None:
         self._inner, self._staging = inner, Staging(device)
 
     def __contains__(self, name: str) -> bool:
         return name in self._inner
 
     def names(self) -> set[str]:
-        return self._inner.names()
+        found: set[str] = self._inner.names()
+        return found
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._inner.shape(name)
+        found: tuple[int, ...] = self._inner.shape(name)
+        return found
 
-    def take(self, name: str, shape: tuple[int, ...]) -> Stored:
+    def take(self, name: str, shape: tuple[int, ...]) -> Any:
         stored = self._inner.take(name, shape)
         return self._staging.place(stored) if isinstance(stored, Tensor) else stored
+
+    def raw(self, name: str) -> Tensor:
+        return self._staging.place(self._inner.raw(name))
+
+    def file(self, name: str) -> Path:
+        found: Path = self._inner.file(name)
+        return found
 
     def ignore(self, name: str) -> None:
         self._inner.ignore(name)
