@@ -116,8 +116,12 @@ class StepInputs:
         if len(there["flying"]):
             assert drawn is not None, "a token in flight, and nothing was drawn on the device"
             there["ids"].index_copy_(0, there["flying"], drawn[there["row"]])
+        return self.batch(there), there
+
+    def batch(self, there: Tensors) -> ForwardBatch:
+        """Over these tensors, which are as the layout says."""
         names = ("ids", "positions", "slots", "q_start", "kv_len", "page_table", "last")
-        batch = ForwardBatch(
+        return ForwardBatch(
             **{name: there[name] for name in names},
             max_q=max(self.q_lens),
             max_kv=max(self.kv_lens),
@@ -126,7 +130,6 @@ class StepInputs:
             kv_lens=self.kv_lens,
             runs=self.runs,
         )
-        return batch, there
 
 
 def build(plan: Plan, page_size: int, *, pinned: bool = False, penalties: Penalties | None = None) -> StepInputs:
@@ -136,20 +139,7 @@ def build(plan: Plan, page_size: int, *, pinned: bool = False, penalties: Penalt
     starts = np.array([chunk.start for chunk in chunks], np.int64)
     flying = [i for i, chunk in enumerate(chunks) if chunk.start == len(chunk.seq.tokens)]
     T, B, S, P = int(counts.sum()), len(chunks), len(seqs), max(len(chunk.seq.pages) for chunk in chunks)
-    layout = Layout(
-        {
-            "ids": (np.int64, T),
-            "positions": (np.int64, T),
-            "slots": (np.int64, T),
-            "last": (np.int64, S),
-            "flying": (np.int64, len(flying)),
-            "row": (np.int64, len(flying)),
-            "q_start": (np.int32, B + 1),
-            "kv_len": (np.int32, B),
-            "page_table": (np.int32, (B, P)),
-            **{name: (kind, S if penalties else 0) for name, kind in ROW.items()},
-        }
-    )
+    layout = step_layout(T, B, S, P, flying=len(flying), draws=penalties is not None)
     buffer = torch.empty(layout.stop, dtype=torch.uint8, pin_memory=pinned)
     host = layout.host(buffer)
     q_start = host["q_start"]
@@ -165,6 +155,20 @@ def build(plan: Plan, page_size: int, *, pinned: bool = False, penalties: Penalt
         fill_draws(host, seqs, penalties)
     runs = tuple(chunk.seq.run for chunk in chunks)
     return StepInputs(layout, buffer, page_size, tuple(counts.tolist()), tuple(ends.tolist()), runs)
+
+
+def step_layout(T: int, B: int, S: int, P: int, *, flying: int = 0, draws: bool = True) -> Layout:
+    return Layout(
+        {
+            **dict.fromkeys(("ids", "positions", "slots"), (np.int64, T)),
+            "last": (np.int64, S),
+            **dict.fromkeys(("flying", "row"), (np.int64, flying)),
+            "q_start": (np.int32, B + 1),
+            "kv_len": (np.int32, B),
+            "page_table": (np.int32, (B, P)),
+            **{name: (kind, S if draws else 0) for name, kind in ROW.items()},
+        }
+    )
 
 
 def fill_draws(host: Arrays, seqs: list[Sequence], penalties: Penalties) -> None:

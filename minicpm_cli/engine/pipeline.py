@@ -14,6 +14,7 @@ from minicpm_cli.engine import inputs
 from minicpm_cli.engine.graphs import Capture, DecodeSteps, DeviceDraw, Work, padded
 from minicpm_cli.engine.inputs import DecodeHost, DecodeLayout, kind_of
 from minicpm_cli.engine.penalties import Penalties
+from minicpm_cli.engine.prefills import PrefillSteps
 from minicpm_cli.engine.scheduler import Plan
 from minicpm_cli.engine.sequence import Drawn, EngineConfig, Sequence
 from minicpm_cli.kernels.batch import ForwardBatch
@@ -76,7 +77,7 @@ class DeviceFlight:
 
 
 class Pipeline:
-    """Launches steps on static buffers (decodes) or on their own (with prefill). One stream orders all of them."""
+    """Launches steps: decodes and short prompts on static buffers, others as they are. One stream orders them all."""
 
     def __init__(
         self,
@@ -91,6 +92,7 @@ class Pipeline:
         columns = -(-config.limit // config.page_size)
         layout, self.pinned = DecodeLayout(config.max_seqs, columns), device.type == "cuda"
         self.steps = DecodeSteps(layout, config.page_size, device, run, draw, capture)
+        self.prefills = PrefillSteps(columns, config.page_size, device, run, draw, self.steps.note, capture)
         self.submit: Submit = submit_cuda if self.pinned else submit_now
         self._slots = [Slot(layout, config.page_size, draw.penalties, pinned=self.pinned) for _ in range(SLOTS)]
         self._turn = 0
@@ -103,7 +105,7 @@ class Pipeline:
     def launch(self, plan: Plan) -> DeviceFlight:
         slot = self._slots[self._turn]
         slot.mark.synchronize()
-        work = self._decode(plan, slot) if plan.decodes else self._mixed(plan)
+        work = self._decode(plan, slot) if plan.decodes else self._prefill(plan) or self._mixed(plan)
         begin = self.draw.penalties.begin()
         for row, seq in enumerate(plan.sampled):
             seq.row = row
@@ -127,6 +129,13 @@ class Pipeline:
         sent = slot.inputs.fill(plan, count, kind)
         kv_lens = tuple(chunk.start + 1 for chunk in plan.chunks) + (1,) * (count - len(plan.chunks))
         return lambda: self.steps.launch(sent, count, kind, kv_lens)
+
+    def _prefill(self, plan: Plan) -> Work | None:
+        size, kind = self.prefills.size(plan), kind_of(plan.sampled)
+        if not size:
+            return None
+        host = self.prefills.build(plan, size, pinned=self.pinned)
+        return lambda: self.prefills.launch(host, size, kind)
 
     def _mixed(self, plan: Plan) -> Work:
         kind = kind_of(plan.sampled)

@@ -61,6 +61,8 @@ class PaddedFake(FakeDecoder):
     """Reads the device's tensors alone, as a captured step does; rows on the dummy page are padding."""
 
     def forward(self, batch: ForwardBatch, kv: object) -> Tensor:
+        if len(batch.kv_len) == 2 and len(batch.last) == 1 and batch.page_table[1].sum() == 0:
+            return self._alone(batch, kv)
         if batch.max_q > 1 or batch.runs:
             return super().forward(batch, kv)
         real = batch.slots >= self.page_size
@@ -88,6 +90,29 @@ class PaddedFake(FakeDecoder):
         )
         logits = super().forward(stripped, kv)
         return torch.cat([logits, torch.zeros(len(real) - used, self.vocab)])
+
+    def _alone(self, batch: ForwardBatch, kv: object) -> Tensor:
+        """One sequence, and one of padding behind it."""
+        count, length, padding = int(batch.q_start[1]), int(batch.kv_len[0]), len(batch.ids) - int(batch.q_start[1])
+        assert batch.positions[count:].tolist() == list(range(padding))
+        assert (batch.slots[count:] == batch.positions[count:] % self.page_size).all()
+        assert batch.q_start.tolist() == [0, count, len(batch.ids)]
+        assert int(batch.kv_len[1]) == max(padding, 1)
+        stripped = replace(
+            batch,
+            ids=batch.ids[:count],
+            positions=batch.positions[:count],
+            slots=batch.slots[:count],
+            q_start=batch.q_start[:2],
+            kv_len=batch.kv_len[:1],
+            page_table=batch.page_table[:1],
+            max_q=count,
+            max_kv=length,
+            q_lens=(count,),
+            kv_lens=(length,),
+            runs=(-1,),
+        )
+        return super().forward(stripped, kv)
 
 
 class Queue:

@@ -1,0 +1,90 @@
+"""A short prompt alone, as a chat's turn begins: the host would take longer to launch its kernels than they do to run.
+
+Its tokens are padded to a few sizes, which are captured as decode steps are. Behind them comes a sequence of padding
+that lives in the dummy page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minicpm_cli.engine.graphs import Capture, DeviceDraw, Work
+from minicpm_cli.engine.inputs import Kind, StepInputs, fill_draws, kind_of, step_layout
+from minicpm_cli.engine.pages import DUMMY
+from minicpm_cli.engine.scheduler import Plan
+from minicpm_cli.kernels.batch import ForwardBatch
+
+SIZES = (16, 32, 64, 96, 128, 192, 256, 384, 512)  # tokens; with more the device is busy longer than the host
+
+
+class PrefillSteps:
+    """Steps of one sequence on static buffers, one for each size. `note` takes the ids and peaks."""
+
+    def __init__(
+        self,
+        columns: int,
+        page_size: int,
+        device: torch.device,
+        run: Callable[[ForwardBatch], Tensor],
+        draw: DeviceDraw,
+        note: Callable[[Tensor, Tensor], None],
+        capture: Capture | None,
+    ) -> None:
+        self.columns, self.page_size, self.device = columns, page_size, device
+        self._run, self._draw, self._note, self._capture = run, draw, note, capture
+        self._buffers: dict[int, Tensor] = {}
+        self._seen: set[tuple[int, Kind]] = set()
+        self._graphs: dict[tuple[int, Kind], Work] = {}
+
+    def size(self, plan: Plan) -> int:
+        """How many tokens the plan is padded to; 0: it is none of these steps."""
+        tokens = plan.tokens
+        if len(plan.chunks) != 1 or tokens > SIZES[-1] or kind_of(plan.sampled) == "penalised":
+            return 0
+        size = next(size for size in SIZES if size >= tokens)
+        return size if size - tokens <= self.columns * self.page_size else 0
+
+    def launch(self, host: StepInputs, size: int, kind: Kind) -> None:
+        """Runs the step. A size is captured when it comes again: what runs once shall not wait for that."""
+        if size not in self._buffers:
+            self._buffers[size] = torch.empty(host.layout.stop, dtype=torch.uint8, device=self.device)
+        self._buffers[size].copy_(host.buffer, non_blocking=True)
+        key = (size, kind)
+        if key not in self._graphs:
+            if self._capture is None or key not in self._seen:
+                self._seen.add(key)
+                self._step(host, size, kind)
+                return
+            self._graphs[key] = self._capture(lambda: self._step(host, size, kind))
+        self._graphs[key]()
+
+    def _step(self, host: StepInputs, size: int, kind: Kind) -> None:
+        there = host.layout.device(self._buffers[size])
+        self._note(*self._draw(self._run(host.batch(there)), kind, there))
+
+    def build(self, plan: Plan, size: int, *, pinned: bool) -> StepInputs:
+        """The one chunk, then the padding; of the padding nothing is sampled. An unsampled chunk's draw is not read."""
+        ((seq, start, count, _),) = plan.chunks
+        rest = size - count
+        layout = step_layout(size, 2, 1, self.columns)
+        buffer = torch.empty(layout.stop, dtype=torch.uint8, pin_memory=pinned)
+        host = layout.host(buffer)
+        host["ids"][:count], host["ids"][count:] = np.frombuffer(seq.tokens, np.int32, count, start * 4), 0
+        positions, slots, table = host["positions"], host["slots"], host["page_table"]
+        positions[:count], positions[count:] = np.arange(start, start + count), np.arange(rest)
+        table[:], table[0, : len(seq.pages)] = DUMMY, np.frombuffer(seq.pages, np.int32)
+        page, offset = np.divmod(positions, self.page_size)
+        slots[:count] = table[0, page[:count]].astype(np.int64) * self.page_size + offset[:count]
+        slots[count:] = DUMMY * self.page_size + offset[count:]
+        host["q_start"][:], host["kv_len"][:], host["last"][:] = (
+            (0, count, size),
+            (start + count, max(rest, 1)),
+            count - 1,
+        )
+        if kind_of(plan.sampled) != "greedy":
+            fill_draws(host, plan.sampled, self._draw.penalties)
+        return StepInputs(layout, buffer, self.page_size, (count, rest), kv_lens, (seq.run, -1))
