@@ -12,6 +12,7 @@ from quant.scheme import NF4_BLOCK, Scheme
 
 # Weights worked on at once: the temporaries of a chunk stay in the second-level cache.
 CHUNK = 1 << 17
+GPU_CHUNK = 1 << 23  # small ones would be launches and nothing else there; five float32 copies of one are alive
 # Chunks of so many rows are whole blocks of NF4 at any length of rows.
 ROWS = NF4_BLOCK
 LARGEST_HALF = 65504.0
@@ -22,7 +23,7 @@ def rtn(w: Tensor, scheme: Scheme) -> Packed:  # w [N, K], any float type
     n, k = w.shape
     if not scheme.divides(k):
         raise SchemeError(f"{scheme.name} does not fit rows of {k}: groups must divide them ({_advice(scheme, k)}).")
-    step = ROWS * max(1, CHUNK // (k * ROWS))
+    step = ROWS * max(1, (CHUNK if w.device.type == "cpu" else GPU_CHUNK) // (k * ROWS))
     return join([_chunk(w[start : start + step], scheme) for start in range(0, n, step)])
 
 
