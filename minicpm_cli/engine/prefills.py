@@ -80,11 +80,8 @@ class PrefillSteps:
         page, offset = np.divmod(positions, self.page_size)
         slots[:count] = table[0, page[:count]].astype(np.int64) * self.page_size + offset[:count]
         slots[count:] = DUMMY * self.page_size + offset[count:]
-        host["q_start"][:], host["kv_len"][:], host["last"][:] = (
-            (0, count, size),
-            (start + count, max(rest, 1)),
-            count - 1,
-        )
+        kv_lens = start + count, max(rest, 1)
+        host["q_start"][:], host["kv_len"][:], host["last"][:] = (0, count, size), kv_lens, count - 1
         if kind_of(plan.sampled) != "greedy":
             fill_draws(host, plan.sampled, self._draw.penalties)
         return StepInputs(layout, buffer, self.page_size, (count, rest), kv_lens, (seq.run, -1))
