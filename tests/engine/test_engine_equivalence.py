@@ -9,13 +9,13 @@ import pytest
 from engine_cases import GREEDY, SAMPLED, answers, engine_of, expected, prompt, request, run_checked
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lagged_cases import WAYS, lagged_engine
+from lagged_cases import lagged_engine
 
 from minicpm_cli.engine.engine import EngineRequest
 from minicpm_cli.types import SamplingParams
 
 
-@pytest.fixture(autouse=True, params=["plain", *WAYS])
+@pytest.fixture(autouse=True, params=["plain", "queued", "replayed"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Every test here also runs on an engine that lags a step."""
     if request.param != "plain":
