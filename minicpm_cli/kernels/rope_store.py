@@ -10,6 +10,7 @@ from torch import Tensor
 from minicpm_cli.kernels.cache import LARGEST, LayerCache
 from minicpm_cli.kernels.launch import dependent, early
 
+FP8_STEPS = tl.constexpr(7)  # as in FP8_PEAKS: 448, 416 .. 256
 TO_INT = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it rounds a float32 to a whole number, halves to even
 
 
@@ -71,13 +72,57 @@ def _launch(
 
 def shape_for(tokens: int) -> tuple[int, int]:
     """Heads of a program, and its warps."""
-    return (8, 2) if tokens <= 64 else (32, 4)
+    return (16 if tokens <= 16 else 32), 4
+
+
+@triton.jit
+def _peak(x):
+    return tl.max(tl.abs(x), 1)
+
+
+@triton.jit
+def _scale(peak, code):
+    scale = (peak / code).to(tl.float16)
+    return tl.where(scale == 0.0, 1.0, scale.to(tl.float32))
 
 
 @triton.jit
 def _codes(x, scale, largest: tl.constexpr, WHOLE: tl.constexpr):
     scaled = tl.minimum(tl.maximum(x / scale[:, None], -largest), largest)
     return (scaled + TO_INT) - TO_INT if WHOLE else scaled
+
+
+@triton.jit
+def _fp8_error(x, scale):
+    """The sum of squared errors, in units of the scale."""
+    scaled = x * (1.0 / scale)[:, None]
+    error = scaled.to(tl.float8e4nv).to(tl.float32) - scaled
+    return tl.sum(error * error, 1)
+
+
+@triton.jit
+def _row_error(a, b, whole, scale, rest: tl.constexpr):
+    error = _fp8_error(a, scale) + _fp8_error(b, scale)
+    if rest > 0:
+        error += _fp8_error(whole, scale)
+    return error * scale * scale
+
+
+@triton.jit
+def _best_scale(a, b, whole, rest: tl.constexpr, largest: tl.constexpr, WHOLE: tl.constexpr):
+    """Of each head, as minicpm_cli.kernels.cache.encode chooses it."""
+    peak = tl.maximum(_peak(a), _peak(b))
+    if rest > 0:
+        peak = tl.maximum(peak, _peak(whole))
+    scale = _scale(peak, largest)
+    if not WHOLE:
+        least = _row_error(a, b, whole, scale, rest)
+        for step in tl.static_range(1, FP8_STEPS):
+            other = _scale(peak, largest - 32.0 * step)
+            error = _row_error(a, b, whole, other, rest)
+            scale = tl.where(error < least, other, scale)
+            least = tl.minimum(error, least)
+    return scale
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots"])  # a part of a larger buffer, anywhere in it
@@ -114,19 +159,15 @@ def _rope_store(
         slot = tl.load(slots + token)
         there = rows + slot * row_stride + (head[:, None] - kept) * dim
         stored = inside & (head[:, None] >= kept)
+        whole = a
         if rest > 0:
             r = tl.arange(0, rest_pad)
             held = (head[:, None] < heads) & (head[:, None] >= kept) & (r[None, :] < rest)
             whole = tl.load(own + r[None, :], mask=held, other=0.0).to(tl.float32)
         if scales is not None:
-            peak = tl.maximum(tl.max(tl.abs(a), 1), tl.max(tl.abs(b), 1))
-            if rest > 0:
-                peak = tl.maximum(peak, tl.max(tl.abs(whole), 1))
-            scale = (peak / largest).to(tl.float16)
-            scale = tl.where(scale == 0.0, 1.0, scale.to(tl.float32))
-            tl.store(
-                scales + slot * scale_stride + head - kept, scale.to(tl.float16), mask=(head >= kept) & (head < heads)
-            )
+            scale = _best_scale(a, b, whole, rest, largest, WHOLE)
+            at = scales + slot * scale_stride + head - kept
+            tl.store(at, scale.to(tl.float16), mask=(head >= kept) & (head < heads))
             a, b = _codes(a, scale, largest, WHOLE), _codes(b, scale, largest, WHOLE)
             if rest > 0:
                 whole = _codes(whole, scale, largest, WHOLE)

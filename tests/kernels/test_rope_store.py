@@ -31,9 +31,18 @@ def values(cache: LayerCache) -> Tensor:
     return cache.rows.float() * (1.0 if cache.scales is None else cache.scales.float().unsqueeze(-1))
 
 
-def near(codes: torch.dtype, device: str) -> float:
-    """A division may round the other way; the interpreter's fp8 does not carry into the exponent when it rounds up."""
-    return 0.1 if codes == FP8 and device == "cpu" else 1e-3
+def check(mine: LayerCache, plain: LayerCache, rows: Tensor, slots: Tensor) -> None:
+    """int8 as the reference has it, but where a quotient rounds the other way; fp8 as close to `rows` as that is.
+
+    The interpreter's fp8 does not carry into the exponent when it rounds up, and so it chooses other scales.
+    """
+    ours, theirs = (relative_error(values(cache)[slots], rows) for cache in (mine, plain))
+    if mine.rows.dtype == torch.int8:
+        assert relative_error(values(mine), values(plain)) < 1e-3
+    elif rows.is_cuda:
+        assert abs(ours - theirs) < 1e-3
+    else:
+        assert ours < 0.1
 
 
 def inputs(shape: str, tokens: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -69,9 +78,8 @@ def test_codes(shape: str, codes: torch.dtype, kernel_device: str) -> None:
     rope_store(qkv, cos, sin, hq, mine, slots)
     reference.store(qkv[:, hq:], plain, slots)
     assert mine.scales is not None
-    assert plain.scales is not None
-    assert torch.equal(mine.scales, plain.scales)
-    assert relative_error(values(mine), values(plain)) < near(codes, kernel_device)
+    assert (mine.scales[slots[3]] == 1.0).all()
+    check(mine, plain, qkv[:, hq:], slots)
 
 
 @pytest.mark.parametrize("codes", [None, FP8, torch.int8])
@@ -86,7 +94,7 @@ def test_store(codes: torch.dtype | None, kernel_device: str) -> None:
     if codes is None:
         assert torch.equal(mine.rows, plain.rows)
     else:
-        assert relative_error(values(mine), values(plain)) < near(codes, kernel_device)
+        check(mine, plain, wide[..., 2:27], slots)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
