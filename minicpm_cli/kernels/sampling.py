@@ -11,29 +11,27 @@ from torch import Tensor
 
 from minicpm_cli.kernels import sampling_passes as passes
 from minicpm_cli.kernels.launch import dependent, early
-from minicpm_cli.kernels.sampling_passes import EDGES
+from minicpm_cli.kernels.sampling_parts import EDGES
 
 LANES = 1024  # scores of the lists that are looked at together
 STEPS = (1, 4, 8)  # numbers of rows from which on the shape is another one
 
 
 class Shape(NamedTuple):
-    """Tokens and warps of a program: `tile` of the chunk's tokens are compared with the edges at a time."""
+    """Tokens of a program, warps of it in each of the passes, and a row's listed scores that are many."""
 
     chunk: int
-    tile: int
-    peak_warps: int
-    edge_warps: int
-    last_warps: int
+    peaks: int
+    coarse: int
+    fine: int
+    many: int = 16384
 
 
 def shape_for(rows: int) -> Shape:
     """Few rows are spread over all multiprocessors, many over few programs each."""
     if rows < STEPS[1]:
-        return Shape(1024, 1024, 4, 8, 8)
-    if rows < STEPS[2]:
-        return Shape(2048, 512, 4, 4, 8)
-    return Shape(4096, 256, 8, 4, 8)
+        return Shape(1024, 4, 4, 4)
+    return Shape(2048, 4, 4, 4) if rows < STEPS[2] else Shape(4096, 8, 8, 4)
 
 
 class DrawState(Protocol):
@@ -69,7 +67,7 @@ class PenaltyState(Protocol):
 
 
 class Draws:
-    """The memory between the launches, made once: 4 * rows * vocab bytes of it for the lists."""
+    """The memory between the launches, made once: 8 * rows * vocab bytes of it for the lists."""
 
     def __init__(
         self, rows: int, vocab: int, device: torch.device | str, shape: Callable[[int], Shape] = shape_for
@@ -85,13 +83,15 @@ class Draws:
         def array(size: int, dtype: torch.dtype) -> Tensor:
             return torch.empty(size, dtype=dtype, device=device)
 
-        self.key, self.id, self.length = (array(cells, torch.int32) for _ in range(3))
-        self.mass, self.above_mass, self.floor_mass = (array(cells, torch.float64) for _ in range(3))
+        self.key, self.id, self.length, self.fine_length, self.near_length = (
+            array(cells, torch.int32) for _ in range(5)
+        )
+        self.mass, self.over, self.floor = (array(cells, torch.float64) for _ in range(3))
         self.sums, self.fine_sums = (array(cells * EDGES.value, torch.float32) for _ in range(2))
         self.edges, self.fine_edges = (array(rows * EDGES.value, torch.float32) for _ in range(2))
         self.goals, self.above = array(rows, torch.float64), array(rows, torch.float32)
-        self.arrived = array(rows, torch.int32)
-        self.listed = array(longest, torch.float32)
+        self.arrived, self.found = (array(rows, torch.int32) for _ in range(2))
+        self.listed, self.near = (array(longest, torch.float32) for _ in range(2))
 
     def __call__(
         self,
@@ -101,15 +101,30 @@ class Draws:
         allowed: Tensor | None = None,  # [S, ceil(V / 32)] int32, bit b of word w is token 32 * w + b
     ) -> tuple[Tensor, Tensor]:
         """Ids [S] int64 and peaks [S] float32: not finite where the row cannot be drawn."""
+        return self._drawn(logits, state, penalties, allowed)
+
+    def greedy(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """The same for rows that are all greedy, in two launches."""
+        return self._drawn(logits, None, None, None)
+
+    def _drawn(
+        self, logits: Tensor, s: DrawState | None, pen: PenaltyState | None, allowed: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         count = len(logits)
         ids = torch.empty(count, dtype=torch.int64, device=logits.device)
         peak = torch.empty(count, dtype=torch.float32, device=logits.device)
         if count:
-            self._launch(logits, state, penalties, allowed, ids, peak)
+            self._launch(logits, s, pen, allowed, ids, peak)
         return ids, peak
 
     def _launch(
-        self, logits: Tensor, s: DrawState, pen: PenaltyState | None, allowed: Tensor | None, ids: Tensor, peak: Tensor
+        self,
+        logits: Tensor,
+        s: DrawState | None,
+        pen: PenaltyState | None,
+        allowed: Tensor | None,
+        ids: Tensor,
+        peak: Tensor,
     ) -> None:
         count, vocab = logits.shape
         assert count <= self.rows
@@ -117,28 +132,33 @@ class Draws:
         shape = self.shape(count)
         grid = (-(-vocab // shape.chunk), count)
         blocks = triton.next_power_of_2(grid[0])
-        row = (s.temperature, s.top_p, s.min_p, s.top_k)
+        full: dict[str, Any] = {"CHUNK": shape.chunk, "FULL": vocab >= shape.chunk, "EARLY": early(logits)}
+        full |= dependent(logits)
+        blocks: dict[str, Any] = {"BLOCKS": triton.next_power_of_2(grid[0]), **full}
+        width: dict[str, Any] = {"WIDTH": max(LANES // blocks["BLOCKS"], 8), "num_warps": shape.fine, **blocks}
+        row = (None,) * 4 if s is None else (s.temperature, s.top_p, s.min_p, s.top_k)
+        numbers = (None, None) if s is None else (s.seed, s.index)
         matrix = (logits, logits.stride(0), vocab)
-        seats, counts = (None, None) if pen is None else (pen.seat, pen.counts)
+        seats = (None, None) if pen is None else (pen.seat, pen.counts)
         rates = (None, None, None) if pen is None else (pen.repetition, pen.frequency, pen.presence)
-        sizes: dict[str, Any] = {"CHUNK": shape.chunk, "EARLY": early(logits), **dependent(logits)}
-        tile = {"BLOCKS": blocks, "TILE": shape.tile, "num_warps": shape.edge_warps}
         passes.peaks[grid](
-            *matrix, *row, seats, counts, *rates, allowed, 0 if allowed is None else allowed.stride(0),
-            self.key, self.id, self.mass, self.arrived, **sizes, num_warps=shape.peak_warps,
+            *matrix, *row, *seats, *rates, allowed, 0 if allowed is None else allowed.stride(0),
+            self.key, self.id, self.mass, self.arrived, self.found, num_warps=shape.peaks, **full,
         )  # fmt: skip
         passes.coarse[grid](
-            *matrix, s.seed, s.index, *row, seats, counts, self.key, self.id, self.mass, ids, peak, self.goals,
-            self.edges, self.sums, **tile, **sizes,
+            *matrix, *numbers, *row, *seats, self.key, self.id, self.mass, ids, peak, self.goals,
+            self.edges, self.sums, self.listed, self.length, num_warps=shape.coarse, **blocks,
         )  # fmt: skip
+        if s is None:
+            return
+        shared = (*matrix, *numbers, *row, *seats, ids, peak, self.goals)
+        closing = (self.near, self.found, self.arrived, self.near_length, self.over, self.floor)
         passes.fine[grid](
-            *matrix, *row, peak, self.goals, self.edges, self.sums, self.fine_edges, self.fine_sums, self.above,
-            **tile, **sizes,
+            *shared, self.edges, self.sums, self.listed, self.length, *closing,
+            self.fine_edges, self.fine_sums, self.above, self.fine_length, MANY=shape.many, **width,
         )  # fmt: skip
         passes.last[grid](
-            *matrix, s.seed, s.index, *row, seats, counts, ids, peak, self.goals, self.fine_edges, self.fine_sums,
-            self.above, self.listed, self.length, self.above_mass, self.floor_mass, self.arrived,
-            BLOCKS=blocks, WIDTH=max(LANES // blocks, 8), num_warps=shape.last_warps, **sizes,
+            *shared, self.listed, self.fine_length, *closing, self.fine_edges, self.fine_sums, self.above, **width,
         )  # fmt: skip
 
 

@@ -1,11 +1,16 @@
-"""What the kernels of `sampling` share: keys, weights, uniform numbers, the search on a list, the draw in a chunk."""
+"""What the kernels of `sampling` share: keys, uniform numbers, chunks of scores, lists of them, sums, the draw."""
 
 import triton
 import triton.language as tl
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 NOWHERE: tl.constexpr = tl.constexpr(0x7FFFFFFF)
+EDGES: tl.constexpr = tl.constexpr(16)
 PIVOTS: tl.constexpr = tl.constexpr(8)
+PART: tl.constexpr = tl.constexpr(128)
+FEW: tl.constexpr = tl.constexpr(128)
+TILE: tl.constexpr = tl.constexpr(512)
+FIXED: tl.constexpr = tl.constexpr(float(2**44))  # int64 holds the sum of 131,072 masses of 1, in any order the same
 
 
 @triton.jit
@@ -38,10 +43,21 @@ def row_of(temperature, top_p, min_p, top_k, row):
 
 
 @triton.jit
-def chunk_of(logits, first, vocab, SIZE: tl.constexpr):
-    """Ids and float32 scores of SIZE tokens of a row; -inf beyond the vocabulary."""
-    ids = first + tl.arange(0, SIZE)
-    return ids, tl.load(logits + ids, mask=ids < vocab, other=-float("inf")).to(tl.float32)
+def chunk_of(logits, block, vocab, CHUNK: tl.constexpr, FULL: tl.constexpr):
+    """Ids, which of them are the chunk's, and float32 scores, -inf for the others.
+
+    A last chunk that is not full begins earlier: loads without a mask are all under way together.
+    """
+    first = block * CHUNK
+    if FULL:
+        ids = tl.minimum(first, vocab - CHUNK) + tl.arange(0, CHUNK)
+        inside = ids >= first
+        x = tl.load(logits + ids).to(tl.float32)
+        return ids, inside, tl.where(inside, x, -float("inf"))
+    else:
+        ids = first + tl.arange(0, CHUNK)
+        inside = ids < vocab
+        return ids, inside, tl.load(logits + ids, mask=inside, other=-float("inf")).to(tl.float32)
 
 
 @triton.jit
@@ -58,6 +74,110 @@ def uniform_of(seed, index):
     stream = mixed(seed.to(tl.uint64) + step)
     bits = mixed(stream + (index.to(tl.uint64) + 1) * step)
     return (bits >> 11).to(tl.float64) * (1.0 / 9007199254740992.0)
+
+
+@triton.jit
+def listed_chunk(logits, block, vocab, least, listed, CHUNK: tl.constexpr, FULL: tl.constexpr):
+    """Lists the scores of a chunk from `least` on, in order of id, and returns their number."""
+    _, _, x = chunk_of(logits, block, vocab, CHUNK, FULL)
+    chosen = (x >= least) & (x > -float("inf"))
+    place = tl.cumsum(chosen.to(tl.int32), 0)
+    tl.store(listed + place - 1, x, mask=chosen)
+    tl.debug_barrier()
+    return tl.max(place, 0)
+
+
+@triton.jit
+def edge_sums(listed, count, edges, peak, cool, unit, WIDTH: tl.constexpr):  # -> [EDGES] float32
+    """The mass, or with `unit` the number, of a chunk's listed scores from each edge on."""
+    sums = tl.zeros([EDGES, WIDTH], tl.float32)
+    for start in range(0, count, WIDTH):
+        lane = start + tl.arange(0, WIDTH)
+        x = tl.load(listed + lane, mask=lane < count, other=-float("inf"))
+        weights = tl.where(unit, 1.0, tl.exp2((x - peak) * cool))
+        weights = tl.where(lane < count, weights, 0.0)
+        sums += (x[None, :] >= edges[:, None]).to(tl.float32) * weights[None, :]
+    return tl.sum(sums, 1)
+
+
+@triton.jit
+def between(sums, edges, blocks, goal, BLOCKS: tl.constexpr):
+    """The edge where the sums reach the goal, -inf if none does, and the edge before, +inf if it is the first."""
+    lane, step = tl.arange(0, BLOCKS), tl.arange(0, EDGES)
+    at = sums + lane[:, None] * EDGES + step[None, :]
+    reached = tl.sum(tl.load(at, mask=lane[:, None] < blocks, other=0.0).to(tl.float64), 0)
+    scores = tl.load(edges + step)
+    place = tl.sum((reached < goal).to(tl.int32), 0)
+    low = tl.max(tl.where(step == place, scores, -float("inf")), 0)
+    high = tl.max(tl.where(step == place - 1, scores, -float("inf")), 0)
+    return low, tl.where(place == 0, float("inf"), high)
+
+
+@triton.jit
+def fixed(x, there, peak, cool, unit):
+    """Masses as integers: their sums are the same in any order."""
+    weights = tl.where(unit, 1.0, tl.exp2((x - peak) * cool)).to(tl.float64)
+    return tl.where(there, (weights * FIXED).to(tl.int64), 0)
+
+
+@triton.jit
+def mass_from(near, count, least, peak, cool):
+    """The mass of the scores in a list from `least` on."""
+    mass = tl.zeros([TILE], tl.int64)
+    for start in range(0, count, TILE):
+        lane = start + tl.arange(0, TILE)
+        x = tl.load(near + lane, mask=lane < count, other=-float("inf"))
+        mass += fixed(x, (lane < count) & (x >= least), peak, cool, False)
+    return tl.sum(mass, 0).to(tl.float64) / FIXED
+
+
+@triton.jit
+def threshold(near, count, peak, cool, unit, goal, low, high):
+    """The int64 key of the largest score in a list whose mass with all above it reaches `goal`; `low` where none does.
+
+    `high` is a key from which on the goal is not reached. `unit` counts every token as 1.
+    """
+    if count <= FEW:
+        lane = tl.arange(0, FEW)
+        x = tl.load(near + lane, mask=lane < count, other=-float("inf"))
+        masses = fixed(x, lane < count, peak, cool, unit)
+        for start in range(0, count, FEW // 4):
+            some = start + tl.arange(0, FEW // 4)
+            one = tl.load(near + some, mask=some < count, other=-float("inf"))
+            reached = tl.sum(tl.where(x[None, :] >= one[:, None], masses[None, :], 0), 1).to(tl.float64) / FIXED
+            keys = tl.where((reached >= goal) & (some < count), key_of(one).to(tl.int64), low)
+            low = tl.maximum(low, tl.max(keys, 0))
+    else:
+        while high - low > 1:
+            step = tl.maximum((high - low) // PIVOTS, 1)
+            keys = low + step * (1 + tl.arange(0, PIVOTS)).to(tl.int64)
+            pivots = value_of(tl.minimum(keys, high).to(tl.int32))
+            mass = tl.zeros([PIVOTS], tl.int64)
+            for start in range(0, count, TILE):
+                lane = start + tl.arange(0, TILE)
+                x = tl.load(near + lane, mask=lane < count, other=-float("inf"))
+                masses = fixed(x, lane < count, peak, cool, unit)
+                mass += tl.sum(tl.where(x[None, :] >= pivots[:, None], masses[None, :], 0), 1)
+            good = tl.sum((mass.to(tl.float64) / FIXED >= goal).to(tl.int64), 0)
+            high = tl.minimum(high, low + (good + 1) * step)
+            low = tl.minimum(low + good * step, high - 1)
+    return low
+
+
+@triton.jit
+def listed_masses(
+    listed, lengths, blocks, least, peak, cool, BLOCKS: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr
+):
+    """The mass [BLOCKS] of each chunk's listed scores from `least` on."""
+    block, column = tl.arange(0, BLOCKS)[:, None], tl.arange(0, WIDTH)[None, :]
+    count = tl.load(lengths + block, mask=block < blocks, other=0)
+    longest = tl.max(tl.max(count, 1), 0)
+    masses = tl.zeros([BLOCKS, WIDTH], tl.float64)
+    for start in range(0, longest, WIDTH):
+        there = start + column < count
+        x = tl.load(listed + block * CHUNK + start + column, mask=there, other=-float("inf"))
+        masses += tl.where(there & (x >= least), tl.exp2((x - peak) * cool), 0.0).to(tl.float64)
+    return tl.sum(masses, 1)
 
 
 @triton.jit
@@ -82,62 +202,15 @@ def drawn(
     uniform,
     BLOCKS: tl.constexpr,
     CHUNK: tl.constexpr,
+    FULL: tl.constexpr,
 ):
     """The first token by id where the cumulative mass exceeds uniform * total: its chunk, 128 ids of it, itself."""
     block, goal = place_of(masses, uniform * tl.sum(masses, 0), BLOCKS)
-    _, x = chunk_of(logits, block * CHUNK, vocab, CHUNK)
+    ids, _, x = chunk_of(logits, block, vocab, CHUNK, FULL)
     weights = tl.where(x >= least, tl.exp2((x - peak) * cool), 0.0).to(tl.float64)
-    part, goal = place_of(tl.sum(tl.reshape(weights, (CHUNK // 128, 128)), 1), goal, CHUNK // 128)
-    first = block * CHUNK + part * 128
-    _, x = chunk_of(logits, first, vocab, 128)
+    part, goal = place_of(tl.sum(tl.reshape(weights, (CHUNK // PART, PART)), 1), goal, CHUNK // PART)
+    ids = tl.min(ids, 0) + part * PART + tl.arange(0, PART)
+    x = tl.load(logits + ids, mask=(ids >= block * CHUNK) & (ids < vocab), other=-float("inf")).to(tl.float32)
     weights = tl.where(x >= least, tl.exp2((x - peak) * cool), 0.0).to(tl.float64)
-    place, goal = place_of(weights, goal, 128)
-    return first + place
-
-
-@triton.jit
-def tile_of(listed, counts, blocks, start, BLOCKS: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr):
-    """WIDTH scores of every chunk's list from `start` on, [BLOCKS * WIDTH]; NaN where a list has ended."""
-    lane = tl.arange(0, BLOCKS * WIDTH)
-    block, column = lane // WIDTH, start + lane % WIDTH
-    count = tl.load(counts + block, mask=block < blocks, other=0)
-    return tl.load(listed + block * CHUNK + column, mask=column < count, other=float("nan"))
-
-
-@triton.jit
-def threshold(
-    listed, counts, blocks, longest, peak, cool, unit, goal, low, high,
-    BLOCKS: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """The key of the largest score whose mass with all above it reaches `goal`; `low` where none does.
-
-    `low` and `high` are int64 keys: the mass reaches it from `low` on and does not from `high` on.
-    `unit` counts every token as 1.
-    """
-    while high - low > 1:
-        step = tl.maximum((high - low) // PIVOTS, 1)
-        keys = low + step * (1 + tl.arange(0, PIVOTS)).to(tl.int64)
-        pivots = value_of(tl.minimum(keys, high).to(tl.int32))
-        mass = tl.zeros([PIVOTS], tl.float64)
-        for start in range(0, longest, WIDTH):
-            x = tile_of(listed, counts, blocks, start, BLOCKS, CHUNK, WIDTH)
-            weights = tl.where(unit, 1.0, tl.exp2((x - peak) * cool)).to(tl.float64)
-            mass += tl.sum(tl.where(x[None, :] >= pivots[:, None], weights[None, :], 0.0), 1)
-        good = tl.sum((mass >= goal).to(tl.int64), 0)
-        high = tl.minimum(high, low + (good + 1) * step)
-        low = tl.minimum(low + good * step, high - 1)
-    return low
-
-
-@triton.jit
-def listed_masses(
-    listed, counts, blocks, longest, least, peak, cool,
-    BLOCKS: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """The mass [BLOCKS] of the listed scores from `least` on, by chunk."""
-    masses = tl.zeros([BLOCKS], tl.float64)
-    for start in range(0, longest, WIDTH):
-        x = tile_of(listed, counts, blocks, start, BLOCKS, CHUNK, WIDTH)
-        weights = tl.where(x >= least, tl.exp2((x - peak) * cool), 0.0).to(tl.float64)
-        masses += tl.sum(tl.reshape(weights, (BLOCKS, WIDTH)), 1)
-    return masses
+    place, goal = place_of(weights, goal, PART)
+    return tl.min(ids, 0) + place
