@@ -131,7 +131,6 @@ class Draws:
         assert (vocab, 1) == (self.vocab, logits.stride(1))
         shape = self.shape(count)
         grid = (-(-vocab // shape.chunk), count)
-        blocks = triton.next_power_of_2(grid[0])
         full: dict[str, Any] = {"CHUNK": shape.chunk, "FULL": vocab >= shape.chunk, "EARLY": early(logits)}
         full |= dependent(logits)
         blocks: dict[str, Any] = {"BLOCKS": triton.next_power_of_2(grid[0]), **full}

@@ -92,16 +92,19 @@ def coarse(
     keys = tl.load(part_key + row * blocks + lane, mask=there, other=-NOWHERE)
     key = tl.max(keys, 0)
     peak = value_of(key)
-    t, p, floor, k = 0.0, tl.full((), 1.0, tl.float64), 0.0, 0
-    if temperature is not None:
+    ends = not finite(peak)
+    if temperature is None:
+        ends = True
+    else:
         t, p, floor, k = row_of(temperature, top_p, min_p, top_k, row)
+        ends = ends | (t == 0.0)
     if block == 0:
         tl.store(out_peak + row, peak)
-        if (t == 0.0) | (not finite(peak)):
+        if ends:
             ids = tl.load(part_id + row * blocks + lane, mask=there, other=NOWHERE)
             finished(tl.min(tl.where(keys == key, ids, NOWHERE), 0), out_id, seats, counts, vocab, row)
     if temperature is not None:  # noqa: SIM102 - what is known before must stand alone
-        if (t != 0.0) & finite(peak):
+        if not ends:
             cool = LOG2E / t
             tops = value_of(keys)
             masses = tl.load(part_mass + row * blocks + lane, mask=there, other=0.0)
