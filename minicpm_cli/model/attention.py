@@ -29,14 +29,22 @@ class GroupedAttention:
         self.out = weights.linear((f"{prefix}.o_proj.weight", h, cfg.heads * d))
 
     def __call__(
-        self, h: Tensor, norm: Norm, alpha: float, cos: Tensor, sin: Tensor, batch: ForwardBatch, cache: LayerCache
+        self,
+        h: Tensor,
+        norm: Norm,
+        alpha: float,
+        cos: Tensor,
+        sin: Tensor,
+        batch: ForwardBatch,
+        cache: LayerCache,
+        inplace: bool = False,
     ) -> Tensor:  # [T, H]
-        """h + alpha * attention(norm(h))."""
+        """h + alpha * attention(norm(h)); with `inplace`, h may be overwritten by it."""
         rows, ops = len(h), self.ops
         qkv = product(self.qkv, h, ops, norm=norm).view(rows, -1, self.head_dim)
         ops.rope_store(qkv, cos, sin, self.heads, cache, batch.slots)
         y = ops.attend(qkv[:, : self.heads], cache, batch, self.scale)
-        return product(self.out, y.reshape(rows, -1), ops, onto=h, alpha=alpha)
+        return product(self.out, y.reshape(rows, -1), ops, onto=h, alpha=alpha, inplace=inplace)
 
 
 class LatentAttention:
@@ -62,9 +70,17 @@ class LatentAttention:
         self.out = weights.linear((f"{prefix}.o_proj.weight", h, cfg.heads * mla.v_dim))
 
     def __call__(
-        self, h: Tensor, norm: Norm, alpha: float, cos: Tensor, sin: Tensor, batch: ForwardBatch, cache: LayerCache
+        self,
+        h: Tensor,
+        norm: Norm,
+        alpha: float,
+        cos: Tensor,
+        sin: Tensor,
+        batch: ForwardBatch,
+        cache: LayerCache,
+        inplace: bool = False,
     ) -> Tensor:  # [T, H]
-        """h + alpha * attention(norm(h))."""
+        """h + alpha * attention(norm(h)); with `inplace`, h may be overwritten by it."""
         low = product(self.down, h, self.ops, norm=norm)
         low_q, low_kv = torch.split(low, [self.mla.q_rank, self.mla.latent], -1)
         q = self._queries(low_q, cos, sin)
@@ -72,7 +88,7 @@ class LatentAttention:
         self.ops.store(latent, cache, batch.slots)
         mixed = self.ops.attend(q, cache, batch, self.scale)  # [T, heads, kv_rank]
         y = torch.bmm(mixed.transpose(0, 1), self.value_up).transpose(0, 1)
-        return product(self.out, y.reshape(len(h), -1), self.ops, onto=h, alpha=alpha)
+        return product(self.out, y.reshape(len(h), -1), self.ops, onto=h, alpha=alpha, inplace=inplace)
 
     def _queries(self, low: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # [T, heads, kv_rank + rope_dim]
         q = product(self.q_up, low, self.ops, norm=self.q_norm).view(len(low), self.heads, -1)

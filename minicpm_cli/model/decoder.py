@@ -39,13 +39,22 @@ class Block:
         self.mlp = make_mlp(cfg, weights, f"{prefix}.mlp", ops)
 
     def __call__(self, h: Tensor, cos: Tensor, sin: Tensor, batch: ForwardBatch, cache: LayerCache) -> Tensor:  # [T, H]
-        return self.feed_forward(self.attend(h, cos, sin, batch, cache))
+        """h may be overwritten."""
+        return self.feed_forward(self.attend(h, cos, sin, batch, cache, inplace=True), inplace=True)
 
-    def attend(self, h: Tensor, cos: Tensor, sin: Tensor, batch: ForwardBatch, cache: LayerCache) -> Tensor:  # [T, H]
-        return self.attention(h, self.attention_norm, self.residual_scale, cos, sin, batch, cache)
+    def attend(
+        self,
+        h: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        batch: ForwardBatch,
+        cache: LayerCache,
+        inplace: bool = False,
+    ) -> Tensor:  # [T, H]
+        return self.attention(h, self.attention_norm, self.residual_scale, cos, sin, batch, cache, inplace)
 
-    def feed_forward(self, h: Tensor) -> Tensor:  # [T, H]
-        return self.mlp.onto(h, self.mlp_norm, self.residual_scale)
+    def feed_forward(self, h: Tensor, inplace: bool = False) -> Tensor:  # [T, H]
+        return self.mlp.onto(h, self.mlp_norm, self.residual_scale, inplace)
 
 
 class Decoder:

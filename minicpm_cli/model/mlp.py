@@ -26,10 +26,10 @@ class GatedMLP:
     def __call__(self, x: Tensor) -> Tensor:  # [T, H]
         return product(self.down, product(self.gate_up, x, self.ops, gate=self.gate), self.ops)
 
-    def onto(self, h: Tensor, norm: Norm, alpha: float) -> Tensor:  # [T, H]
-        """h + alpha * mlp(norm(h))."""
+    def onto(self, h: Tensor, norm: Norm, alpha: float, inplace: bool = False) -> Tensor:  # [T, H]
+        """h + alpha * mlp(norm(h)); with `inplace`, h may be overwritten by it."""
         x = product(self.gate_up, h, self.ops, norm=norm, gate=self.gate)
-        return product(self.down, x, self.ops, onto=h, alpha=alpha)
+        return product(self.down, x, self.ops, onto=h, alpha=alpha, inplace=inplace)
 
 
 class MixtureOfExperts:
@@ -51,7 +51,7 @@ class MixtureOfExperts:
             out.index_add_(0, rows, self.experts[expert](x[rows]) * shares[rows, places, None])
         return out
 
-    def onto(self, h: Tensor, norm: Norm, alpha: float) -> Tensor:  # [T, H]
+    def onto(self, h: Tensor, norm: Norm, alpha: float, inplace: bool = False) -> Tensor:  # [T, H]
         """h + alpha * mixture(norm(h))."""
         return torch.add(h, self(self.ops.rms_norm(h, norm.weight, norm.eps)), alpha=alpha)
 

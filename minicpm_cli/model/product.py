@@ -21,11 +21,12 @@ def product(
     gate: Gate | None = None,
     onto: Tensor | None = None,  # [T, N]
     alpha: float = 1.0,
+    inplace: bool = False,
 ) -> Tensor:  # [T, N]
-    """onto + alpha * gate(layer(norm(x))).
+    """onto + alpha * gate(layer(norm(x))); with `inplace`, `onto` may be overwritten by it.
 
-    A layer may have `fused(x, norm, gate, onto, alpha)` for up to `fused_rows` rows, and `added(x, onto, alpha)`
-    for any number of them.
+    A layer may have `fused(x, norm, gate, onto, alpha)` for up to `fused_rows` rows, and `added(x, onto, alpha,
+    inplace)` for any number of them.
     """
     fusing: Any = layer
     if len(x) <= getattr(layer, "fused_rows", 0):
@@ -33,7 +34,7 @@ def product(
     if norm is not None:
         x = ops.rms_norm(x, norm.weight, norm.eps)
     if onto is not None and gate is None and hasattr(layer, "added"):
-        return fusing.added(x, onto, alpha)  # type: ignore[no-any-return]
+        return fusing.added(x, onto, alpha, inplace)  # type: ignore[no-any-return]
     y = layer(x)
     if gate is not None:
         y = gated(y, gate, ops)

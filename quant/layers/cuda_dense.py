@@ -41,11 +41,11 @@ class CUDADense:
         """onto + alpha * gate(W @ norm(x)) for 1 to `fused_rows` rows, rounded once."""
         return self.gemv(x, norm, gate, onto, alpha, float32_out=float32_out)
 
-    def added(self, x: Tensor, onto: Tensor, alpha: float) -> Tensor:  # [T, N]
-        """onto + alpha * W @ x for any number of rows."""
+    def added(self, x: Tensor, onto: Tensor, alpha: float, inplace: bool = False) -> Tensor:  # [T, N]
+        """onto + alpha * W @ x for any number of rows; with `inplace`, `onto` may be overwritten by it."""
         if 0 < len(x) <= MOST_ROWS:
             return self.gemv(x, onto=onto, alpha=alpha)
-        return torch.addmm(onto, x, self.weight.T, alpha=alpha)
+        return torch.addmm(onto, x, self.weight.T, alpha=alpha, out=onto if inplace else None)
 
     def dequantize(self) -> Tensor:
         return self.weight

@@ -56,13 +56,13 @@ class CUDAInt:
         assert self.gemv is not None
         return self.gemv(x, norm, gate, onto, alpha, float32_out=float32_out)
 
-    def added(self, x: Tensor, onto: Tensor, alpha: float) -> Tensor:  # [T, N]
-        """onto + alpha * W @ x for any number of rows."""
+    def added(self, x: Tensor, onto: Tensor, alpha: float, inplace: bool = False) -> Tensor:  # [T, N]
+        """onto + alpha * W @ x for any number of rows; with `inplace`, `onto` may be overwritten by it."""
         if self.gemv and 0 < len(x) <= self.fused_rows:
             return self.gemv(x, onto=onto, alpha=alpha)
         if len(x) <= self.packed_rows:
             return int_rows.product(x, self.packed, onto, alpha)
-        return torch.addmm(onto, x, self.dequantize().T, alpha=alpha)
+        return torch.addmm(onto, x, self.dequantize().T, alpha=alpha, out=onto if inplace else None)
 
     def dequantize(self) -> Tensor:  # [N, K]
         return dequantize(self.packed, self.dtype)
