@@ -10,6 +10,7 @@ from torch import Tensor
 
 from minicpm_cli.engine.inputs import DecodeLayout, DrawState, Kind, Tensors, penalty_state
 from minicpm_cli.engine.penalties import Penalties, PenaltyState
+from minicpm_cli.engine.scheduler import Plan
 from minicpm_cli.kernels.batch import ForwardBatch
 
 Draw = Callable[[Tensor, DrawState, PenaltyState | None], tuple[Tensor, Tensor]]  # logits [S, V] -> ids, peaks [S]
@@ -91,13 +92,14 @@ class DecodeSteps:
         """Whether a step of `count` rows runs at once: nothing is to be captured."""
         return self._capture is None or (count, kind) in self._captured
 
-    def launch(self, sent: Tensor, count: int, kind: Kind, kv_lens: tuple[int, ...]) -> None:
-        """Runs a step of `count` rows on the bytes `sent` by the host; leaves ids and peaks in `drawn` and `peaks`."""
+    def launch(self, sent: Tensor, plan: Plan, count: int, kind: Kind) -> None:
+        """Runs a plan, padded to `count` rows, on the bytes `sent` by the host; leaves ids and peaks on the device."""
         if self._capture is not None and (count, kind) not in self._captured:
             self._captured[count, kind] = self._capture_step(self._capture, count, kind)
-        self.buffer[self.layout.step(count)].copy_(sent, non_blocking=True)
+        self.buffer[self.layout.step(count)[1]].copy_(sent, non_blocking=True)
         if self._capture is None:
-            self._step(count, kind, kv_lens)
+            padding = (1,) * (count - len(plan.chunks))
+            self._step(count, kind, tuple([chunk.start + 1 for chunk in plan.chunks]) + padding)
         else:
             self._captured[count, kind]()
 
@@ -107,7 +109,7 @@ class DecodeSteps:
         self.peaks[: len(ids)].copy_(peaks)
 
     def _step(self, count: int, kind: Kind, kv_lens: tuple[int, ...] = ()) -> None:
-        there = self.layout.arrays(count).device(self.buffer)
+        there = self.layout.step(count)[0].device(self.buffer)
         logits = self._run(self._batch(there, count, kv_lens))
         self.note(*self._draw(logits, kind, there))
 
@@ -131,8 +133,9 @@ class DecodeSteps:
     def _capture_step(self, capture: Capture, count: int, kind: Kind) -> Work:
         """Captures over padding alone, which leaves the cache, the tokens in flight and the penalties as they are."""
         kept = self.buffer.clone()
-        self.buffer[self.layout.step(count)].zero_()
-        there = self.layout.arrays(count).device(self.buffer)
+        arrays, span = self.layout.step(count)
+        self.buffer[span].zero_()
+        there = arrays.device(self.buffer)
         there["kv_len"].fill_(1)
         there["seat"].fill_(-1)
         work = capture(lambda: self._step(count, kind))

@@ -127,8 +127,7 @@ class Pipeline:
     def _decode(self, plan: Plan, slot: Slot) -> Work:
         count, kind = padded(len(plan.chunks), self.config.max_seqs), kind_of(plan.sampled)
         sent = slot.inputs.fill(plan, count, kind)
-        kv_lens = tuple(chunk.start + 1 for chunk in plan.chunks) + (1,) * (count - len(plan.chunks))
-        return lambda: self.steps.launch(sent, count, kind, kv_lens)
+        return lambda: self.steps.launch(sent, plan, count, kind)
 
     def _prefill(self, plan: Plan) -> Work | None:
         size, kind = self.prefills.size(plan), kind_of(plan.sampled)

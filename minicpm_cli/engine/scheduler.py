@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from minicpm_cli.engine.pages import ROOT, PagePool
@@ -30,26 +29,15 @@ class Chunk(NamedTuple):
     sample: bool
 
 
-@dataclass(frozen=True, slots=True)
 class Plan:
-    chunks: list[Chunk]
+    """`sampled` are the sequences that a next token is drawn for; a plan that `decodes` computes one token of each."""
 
-    @property
-    def tokens(self) -> int:
-        return sum(chunk.size for chunk in self.chunks)
-
-    @property
-    def sampled(self) -> list[Sequence]:
-        return [chunk.seq for chunk in self.chunks if chunk.sample]
-
-    @property
-    def decodes(self) -> bool:
-        """Whether every chunk is one token that the next one is drawn from."""
-        return all(chunk.size == 1 and chunk.sample for chunk in self.chunks)
-
-    @property
-    def hosted(self) -> bool:
-        return any(chunk.seq.hosted for chunk in self.chunks)
+    def __init__(self, chunks: list[Chunk]) -> None:
+        self.chunks = chunks
+        self.sampled = [chunk.seq for chunk in chunks if chunk.sample]
+        self.tokens = sum([chunk.size for chunk in chunks])
+        self.decodes = self.tokens == len(chunks) == len(self.sampled)
+        self.hosted = any(chunk.seq.hosted for chunk in chunks)
 
 
 class Scheduler:
@@ -119,8 +107,8 @@ class Scheduler:
                 events.append(self._end(seq, "error", now, error=drawn.error))
                 continue
             if seq.seated:
-                seq.computed = start + count
-                if (seq.sealed + 1) * size <= seq.computed:
+                seq.computed = computed = start + count
+                if (seq.sealed + 1) * size <= computed:
                     self._seal(seq)
             if drawn is not None:
                 events.append(self._append(seq, drawn, now))
@@ -234,16 +222,17 @@ class Scheduler:
 
     def _append(self, seq: Sequence, drawn: Drawn, now: float) -> TokenEvent:
         """Takes a drawn token in and sees whether it is the last one."""
-        seq.tokens.append(drawn.token)
+        token = drawn.token
+        seq.tokens.append(token)
         self.stats.generated_tokens += 1
         if seq.first_token is None:
             seq.first_token = now
         try:
-            finish = _verdict(seq, drawn.token)
+            finish = _verdict(seq, token)
         except Exception as error:  # noqa: BLE001 - whatever a request's own sink or mask raises ends that request only
             return self._end(seq, "error", now, drawn, error)
         if finish is None:
-            return TokenEvent(seq.request.id, drawn.token, drawn.logprob)
+            return TokenEvent(seq.request.id, token, drawn.logprob)
         return self._end(seq, finish, now, drawn)
 
     def _end(

@@ -49,8 +49,7 @@ class EngineRequest:
     mask: TokenMask | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class TokenEvent:
+class TokenEvent(NamedTuple):
     """A token of a request. The last event of a request carries `finish`, `usage` and `timings`.
 
     The token of a cancelled or failed request's last event is None. An end token comes as a token too.
