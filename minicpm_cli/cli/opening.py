@@ -19,15 +19,23 @@ DEMO = (
 def open_llm(settings: Settings, terminal: Terminal) -> LanguageModel:
     """Fetches what is missing, loads the weights."""
     _say_demo(settings, terminal)
+    from minicpm_cli.llm.warm import warm_up, without_collector
+
+    warm_up(settings.options.device)
     with ProgressLine(terminal) as progress:
         files = _files(settings, progress)
         progress("loading " + files.name, 0, None)
-        from minicpm_cli.llm.llm import LLM
+        with without_collector():
+            from minicpm_cli.llm.prompter import Prompter
+
+            prompter = Prompter.open(settings.options, files)  # needs no torch, which is being loaded meanwhile
+            from minicpm_cli.llm.llm import LLM
 
         def layers(done: int, total: int) -> None:
             progress(f"loading {files.name}", done, total, "layers")
 
-        llm = LLM.open(settings.options, files, layers, threads=settings.threads, cache=settings.cache_dir)
+        threads, cache = settings.threads, settings.cache_dir
+        llm = LLM.open(settings.options, files, layers, threads=threads, cache=cache, prompter=prompter)
     info = llm.info
     terminal.detail(
         f"{info.name}: {info.architecture}, {info.scheme} on {info.device}, context {info.context} tokens, "

@@ -47,16 +47,18 @@ class LLM:
         *,
         threads: int | None = None,
         cache: Path | None = None,
+        prompter: Prompter | None = None,
     ) -> LLM:
         """Plans the memory, then loads. `on_progress` hears (layers done, layers). Raises ModelError or DeviceError.
 
-        `cache` is the folder where compiled GPU kernels are kept, and the memory that the run took is written down.
+        `cache` is the folder where compiled GPU kernels are kept, and the memory that the run took is written down;
+        `prompter` is that of the same files, if there is one.
         """
         begun = time.monotonic()
         refuse_later(options)
         if threads is not None:
             torch.set_num_threads(threads)
-        prompter = Prompter.open(options, files)
+        prompter = prompter or Prompter.open(options, files)
         checkpoint = prompter.checkpoint.with_options(options)
         device = choose_device(options.device)
         dtype = choose_dtype(options.dtype, device)
