@@ -11,6 +11,7 @@ from minicpm_cli.model.config import ModelConfig
 from minicpm_cli.model.product import product
 from minicpm_cli.model.weights import Weights
 from quant.layers.around import Gate, Norm
+from quant.layers.experts import Experts, join_experts
 
 
 class GatedMLP:
@@ -42,8 +43,21 @@ class MixtureOfExperts:
         self.experts = tuple(
             GatedMLP(cfg, weights, _expert_names(f"{prefix}.experts.{e}"), ops) for e in range(cfg.moe.experts)
         )
+        self.joined = self._join(_gate(cfg)) if weights.device.type == "cuda" else None
+
+    def _join(self, gate: Gate) -> Experts | None:
+        """One product for all experts where there is a kernel; each expert then is a part of it."""
+        found = join_experts([e.gate_up for e in self.experts], [e.down for e in self.experts], self.active, gate)
+        if found is None:
+            return None
+        joined, gate_ups, downs = found
+        for expert, gate_up, down in zip(self.experts, gate_ups, downs, strict=True):
+            expert.gate_up, expert.down = gate_up, down
+        return joined
 
     def __call__(self, x: Tensor) -> Tensor:  # [T, H]
+        if self.joined is not None:
+            return self.joined(x, self.router(x))
         chosen, shares = self.route(x)
         out = torch.zeros_like(x)
         for expert in torch.unique(chosen).tolist():

@@ -16,6 +16,7 @@ from minicpm_cli.kernels.ops import ops_for
 from minicpm_cli.model.config import ModelConfig
 from minicpm_cli.model.decoder import Block
 from minicpm_cli.model.kv import KVCache
+from minicpm_cli.model.mlp import MixtureOfExperts
 from minicpm_cli.model.rope import Rotary
 from minicpm_cli.model.weights import Weights
 from minicpm_cli.quantize.layers import Half, block_prefix
@@ -122,6 +123,8 @@ class Probe:
     ) -> None:
         prefix = block_prefix(index).removesuffix(".")
         self.block: Any = Block(cfg, Weights(Held(tensors), device, dtype), prefix, ops_for(device))
+        if isinstance(self.block.mlp, MixtureOfExperts):
+            self.block.mlp.joined = None  # the experts' inputs are seen only where each of them runs
 
     def run(self, half: Half, h: Tensor, layout: Layout) -> Tensor:  # [T, H]
         """The residual stream behind the half."""

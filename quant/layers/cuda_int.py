@@ -31,6 +31,11 @@ class CUDAInt:
         self.fused_rows = gemv.MOST_ROWS if fits else 0
         self.packed_rows = PACKED_ROWS if int_rows.supported(packed, dtype) else 0
 
+    def over(self, packed: DeviceInt) -> CUDAInt:
+        """The same kind of layer over other weights."""
+        folder = self.gemv.folder if self.gemv else None
+        return CUDAInt(packed, self.dtype, folder, compiled=self.gemv is not None)
+
     @property
     def nbytes(self) -> int:
         return self.packed.nbytes
