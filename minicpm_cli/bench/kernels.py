@@ -85,12 +85,12 @@ def measure_limits(device: torch.device, dtype: torch.dtype) -> dict[Unit, float
     return {"GB/s": 2 * size / copied / 1e9, "TFLOP/s": 2 * side**3 / multiplied / 1e12}
 
 
-def seconds_a_call(calls: Sequence[Call], device: torch.device, seconds: float = SECONDS) -> tuple[float, ...]:
+def seconds_a_call(calls: Sequence[Call], device: torch.device, seconds: float | None = None) -> tuple[float, ...]:
     """Of one of `calls`, from repetitions of all of them; on a GPU as a captured graph, so that no launch counts."""
     clock = _cuda_seconds if device.type == "cuda" else _host_seconds
     run = _captured(calls) if device.type == "cuda" else _all(calls)
     run()
-    rounds = max(1, int(seconds / max(clock(run, 1), 1e-6)))
+    rounds = max(1, int((seconds or SECONDS) / max(clock(run, 1), 1e-6)))
     return tuple(clock(run, rounds) / rounds / len(calls) for _ in range(SAMPLES))
 
 
