@@ -13,10 +13,10 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from quant.kernels.int_rows import KINDS, dependent, supported, target
 from quant.kernels.layout import DeviceInt
 from quant.kernels.moe_kernel import experts_kernel
 from quant.kernels.moe_route import combine_kernel, route_kernel
+from quant.kernels.rows_triton import KINDS, dependent, supported, target
 from quant.layers.around import Gate
 
 ROUTE_BLOCK = 64

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -17,6 +17,8 @@ SOURCE = Path(__file__).with_name("rows.cu")
 SCALES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 STAGE = 128  # columns
 SHARED_BYTES = 227 << 10  # that a block may have on Hopper
+BLOCK_BYTES = 110 << 10  # that it is given, so that another finds room beside it
+PROCESSORS = 132  # of an H200; another number changes the speed only
 WHOLE_ROW = 1 << 20  # RUN where a row has one scale
 
 
@@ -114,7 +116,33 @@ def form_of(w: DeviceInt, dtype: torch.dtype, batch: int, warp_groups: int, part
     return Form(w.bits, dtype == torch.float16, SCALES[w.scale.dtype], kind, run, batch, warp_groups, parts, depth)
 
 
-def run(form: Form, x: Tensor, w: DeviceInt, onto: Tensor | None, alpha: float, folder: Path | None) -> Tensor:
+def product(
+    x: Tensor,  # [T, K]
+    w: DeviceInt,
+    onto: Tensor | None = None,  # [T, N]
+    alpha: float = 1.0,
+    folder: Path | None = None,
+    form: Form | None = None,
+) -> Tensor:  # [T, N]
+    """onto + alpha * x @ W^T; `form`: another than `choose` would take."""
+    if len(x) == 0:
+        return x.new_empty(0, w.N)
+    return _run(form or choose(len(x), w, x.dtype), x, w, onto, alpha, folder)
+
+
+def choose(rows: int, w: DeviceInt, dtype: torch.dtype) -> Form:
+    """The form by the sizes, as measured on an H200."""
+    batch = next(b for b in (16, 32, 48, 64) if b >= min(rows, 64))
+    warp_groups = 2
+    tiles = -(-w.N // (64 * warp_groups)) * -(-rows // batch)
+    parts = max(1, min(PROCESSORS // tiles, 8, -(-w.K // STAGE) // 3))
+    form = form_of(w, dtype, batch, warp_groups, parts, 8)
+    while form.depth > 3 and form.shared_bytes(w.K, w.scale.shape[1]) > BLOCK_BYTES:
+        form = replace(form, depth=form.depth - 1)
+    return form
+
+
+def _run(form: Form, x: Tensor, w: DeviceInt, onto: Tensor | None, alpha: float, folder: Path | None) -> Tensor:
     out = x.new_empty(x.shape[0], w.N)
     rows = x if x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 else x.contiguous()
     base = None if onto is None else onto.contiguous()

@@ -10,7 +10,7 @@ from quant.errors import SchemeError
 from quant.kernels.layout import DeviceInt
 
 pytest.importorskip("triton")
-from quant.kernels import int_rows
+from quant.kernels import int_rows, rows_cuda, rows_triton
 
 BF16, F16 = torch.bfloat16, torch.float16
 # Scales, weights and results are rounded to the activations' type; the interpreter cuts bfloat16 off instead.
@@ -59,11 +59,43 @@ def test_parts_of_the_columns_add_up_the_same_every_time(parts, kernel_device):
     w = packed(96, 1152, 4, 128, "sym", kernel_device)
     x = torch.randn(3, 1152, generator=torch.Generator().manual_seed(1)).to(kernel_device, BF16)
     onto = torch.randn(3, 96, generator=torch.Generator().manual_seed(2)).to(kernel_device, BF16)
-    tiling = int_rows.Tiling(64, 16, 256, parts, 3, 4)
-    first, second = (int_rows.product(x, w, onto, 0.25, tiling) for _ in range(2))
+    tiling = rows_triton.Tiling(64, 16, 256, parts, 3, 4)
+    first, second = (rows_triton.product(x, w, onto, 0.25, tiling) for _ in range(2))
     assert torch.equal(first, second)
     ref = onto.double() + 0.25 * (x.double() @ w.dequantize(torch.float64).T)
     assert error(first, ref) < BOUND[kernel_device, BF16]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("rows", "n", "k", "bits", "group", "kind", "dtype", "shape"),
+    [
+        (64, 288, 288, 4, 32, "zero", BF16, (64, 1, 1, 4)),
+        (17, 1057, 1056, 4, 96, "shift", BF16, (32, 2, 3, 4)),
+        (100, 320, 5760, 4, 5760, "sym", BF16, (64, 3, 7, 4)),
+        (33, 320, 768, 8, 128, "zero", F16, (48, 1, 2, 5)),
+        (9, 130, 768, 8, 32, "shift", BF16, (16, 1, 3, 4)),
+        (64, 256, 2304, 8, 64, "zero", BF16, (64, 4, 8, 3)),
+    ],
+)
+def test_every_form_of_the_cuda_kernel(rows, n, k, bits, group, kind, dtype, shape):
+    w = packed(n, k, bits, group, kind, "cuda")
+    x, onto = (torch.randn(rows, m, generator=torch.Generator().manual_seed(m)).to("cuda", dtype) for m in (k, n))
+    form = rows_cuda.form_of(w, dtype, *shape)
+    first, second = (rows_cuda.product(x, w, onto, 0.5, form=form) for _ in range(2))
+    assert torch.equal(first, second)
+    assert error(first, onto.double() + 0.5 * (x.double() @ w.dequantize(torch.float64).T)) < BOUND["cuda", dtype]
+
+
+def test_forms_fit_the_memory_of_a_block():
+    for rows in (9, 16, 40, 64, 128):
+        for n, k, bits, group in ((122753, 2304, 8, 32), (11520, 2304, 4, 128), (2304, 5760, 4, 32), (24, 64, 8, 64)):
+            words = torch.empty(n, k * bits // 32, dtype=torch.int32, device="meta")
+            scale = torch.empty(n, k // group, dtype=F16, device="meta")
+            w = DeviceInt(bits, group, words, scale, None, scale.float())
+            form = rows_cuda.choose(rows, w, BF16)
+            assert form.shared_bytes(k, k // group) <= rows_cuda.SHARED_BYTES
+            assert form.parts <= min(8, -(-k // rows_cuda.STAGE))
 
 
 def test_rows_of_a_wider_tensor_are_read_where_they_lie(kernel_device):
