@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from minicpm_cli.engine import inputs
+from minicpm_cli.engine.decode_inputs import DecodeHost, DecodeLayout
 from minicpm_cli.engine.graphs import Capture, DecodeSteps, DeviceDraw, Work, padded
-from minicpm_cli.engine.inputs import DecodeHost, DecodeLayout, kind_of
+from minicpm_cli.engine.inputs import kind_of
 from minicpm_cli.engine.penalties import Penalties
 from minicpm_cli.engine.prefills import PrefillSteps
 from minicpm_cli.engine.scheduler import Plan

@@ -1,0 +1,118 @@
+"""The inputs of decode steps: a buffer that is written, sent and read at the same places in every step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minicpm_cli.engine.inputs import ROW, Arrays, Kind, Layout, Shape, fill_draws
+from minicpm_cli.engine.pages import DUMMY
+from minicpm_cli.engine.penalties import Penalties
+from minicpm_cli.engine.scheduler import Chunk, Plan
+from minicpm_cli.engine.sequence import Sequence
+
+
+class DecodeLayout:
+    """Places in a buffer for decode steps of up to `rows` sequences; each step is padded to some `count` of them.
+
+    First what a step leaves on the device: the tokens drawn, int64, and the peaks of their scores, float32 [rows]. Then
+    the step's arrays, which end where its page table begins, so that a step is one stretch of bytes; the table's place
+    does not depend on the count. A row's token is element `source` of the whole buffer as int64: one drawn by the step
+    before, or one of `ids`, which are the first of the arrays.
+    """
+
+    def __init__(self, rows: int, columns: int) -> None:
+        self.rows, self.columns = -(-rows // 4) * 4, columns
+        self.drawn = Layout({"drawn": (np.int64, self.rows), "peak": (np.float32, self.rows)})
+        start = Layout(_arrays(self.rows), self.drawn.stop).stop
+        self.table = Layout({"page_table": (np.int32, (self.rows, columns))}, start)
+        self._steps: dict[int, tuple[Layout, slice]] = {}
+
+    @property
+    def nbytes(self) -> int:
+        return self.table.stop
+
+    def step(self, count: int) -> tuple[Layout, slice]:
+        """The arrays of a step of `count` rows, and the bytes that it sends: those and its rows of the table."""
+        if count not in self._steps:
+            arrays = Layout(_arrays(count), self.table.start - Layout(_arrays(count)).stop)
+            self._steps[count] = arrays, slice(arrays.start, self.table.start + 4 * count * self.columns)
+        return self._steps[count]
+
+
+def _arrays(count: int) -> dict[str, tuple[Any, Shape]]:
+    wide = dict.fromkeys(("ids", "positions", "slots", "source"), (np.int64, count))
+    return {**wide, "kv_len": (np.int32, count), **{name: (kind, count) for name, kind in ROW.items()}}
+
+
+class DecodeHost:
+    """The host's side of decode steps, filled for one step after the other; what has not changed is not written again.
+
+    At batch 64 that is the difference between 0.2 and 0.5 ms.
+    """
+
+    def __init__(self, layout: DecodeLayout, page_size: int, penalties: Penalties, *, pinned: bool) -> None:
+        self.layout, self.page_size, self.penalties = layout, page_size, penalties
+        self.buffer = torch.zeros(layout.nbytes, dtype=torch.uint8, pin_memory=pinned)
+        self.table = layout.table.host(self.buffer)["page_table"]
+        self._held: list[Sequence | None] = [None] * layout.rows  # whose pages each row of the table holds
+        self._versions = [0] * layout.rows
+        self._drawn: tuple[int, list[Sequence]] = 0, []  # whose draws the arrays for so many rows describe
+        self._first = np.zeros(layout.rows, np.int64)  # positions of their first answers
+        self._rows = np.arange(layout.rows)
+        self._places: dict[int, Arrays] = {}
+
+    def fill(self, plan: Plan, count: int, kind: Kind) -> Tensor:
+        """The bytes to send. Rows beyond the plan's write to the dummy page and read one token of it."""
+        arrays, span = self.layout.step(count)
+        host = self._places.get(count)
+        if host is None:
+            host = self._places[count] = arrays.host(self.buffer)
+        if count != self._drawn[0]:
+            self._drawn = count, []  # the arrays of another count lie elsewhere, over these
+        self._fill_table(plan.sampled, count)
+        self._fill_ids(host, plan.chunks, arrays.start // 8)
+        self._fill_slots(host, [chunk.start for chunk in plan.chunks])
+        if kind != "greedy":
+            self._fill_draws(host, plan.sampled, count)
+        return self.buffer[span]
+
+    def _fill_table(self, seqs: list[Sequence], count: int) -> None:
+        held, versions = self._held, self._versions
+        for row, seq in enumerate(seqs):
+            if held[row] is not seq or versions[row] != seq.version:
+                self.table[row, : len(seq.pages)] = np.frombuffer(seq.pages, np.int32)
+                held[row], versions[row] = seq, seq.version
+        for row in range(len(seqs), count):
+            if held[row] is not None:
+                self.table[row, 0], held[row] = DUMMY, None
+
+    def _fill_ids(self, host: Arrays, chunks: list[Chunk], first: int) -> None:
+        """Tokens in flight come from the row that draws them, others from `ids`."""
+        used, source = len(chunks), host["source"]
+        source[:used] = [seq.row if start == len(seq.tokens) else -1 for seq, start, _, _ in chunks]
+        source[used:] = -1
+        known = (source < 0).nonzero()[0]
+        if len(known):
+            host["ids"][known] = [chunks[row].seq.tokens[-1] if row < used else 0 for row in known]
+            source[known] = first + known
+
+    def _fill_slots(self, host: Arrays, starts: list[int]) -> None:
+        positions, slots, used = host["positions"], host["slots"], len(starts)
+        positions[:used], positions[used:] = starts, 0
+        np.add(positions, 1, out=host["kv_len"], casting="unsafe")
+        page, offset = np.divmod(positions, self.page_size)
+        np.multiply(self.table[self._rows[: len(page)], page], self.page_size, out=slots)
+        slots += offset
+
+    def _fill_draws(self, host: Arrays, seqs: list[Sequence], count: int) -> None:
+        used = len(seqs)
+        if self._drawn[1] != seqs:
+            self._drawn = count, seqs
+            fill_draws(host, seqs, self.penalties)
+            host["temperature"][used:], host["seat"][used:] = 0, -1
+            self._first[:used] = [seq.prompt_length for seq in seqs]
+        np.subtract(host["positions"][:used], self._first[:used] - 1, out=host["index"][:used])
