@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from quant.layers.plain import room_for
 from quant.pack import Packed
 
 
@@ -13,7 +14,7 @@ class Embedding:
     """Rows of a [V, K] table in `dtype`; a packed table is unpacked in float32 for the rows asked."""
 
     def __init__(self, table: Tensor | Packed, device: torch.device, dtype: torch.dtype) -> None:
-        self.table = table.to(device, dtype, copy=True) if isinstance(table, Tensor) else table.to(device)
+        self.table = _placed(table, device, dtype) if isinstance(table, Tensor) else table.to(device)
         self.dtype = dtype
 
     @property
@@ -24,3 +25,9 @@ class Embedding:
         if isinstance(self.table, Tensor):
             return functional.embedding(ids, self.table)
         return self.table.rows(ids).dequantize(self.dtype)
+
+
+def _placed(table: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:  # [V, K]
+    """A copy, with the room that an output head over it needs."""
+    placed = room_for(table.shape[0], table.shape[1], dtype, device)
+    return placed.copy_(table)

@@ -18,7 +18,7 @@ from quant.layers.cpu_int4 import CPUInt4, group_for_cpu
 from quant.layers.cpu_int8 import STEP, CPUInt8
 from quant.layers.int8 import BitsAndBytes8
 from quant.layers.nf4 import CPUNF4, BitsAndBytes4, fits_cpu_kernel
-from quant.layers.plain import Dense, Gathered, Joined, Linear, Unpacking
+from quant.layers.plain import Dense, Gathered, Joined, Linear, Unpacking, room_for
 from quant.pack import GroupInt, Packed, join
 
 __all__ = [
@@ -68,7 +68,7 @@ def make_dense(weight: Tensor, kernels: Path | None = None) -> Linear:  # [N, K]
 
 def _joined(parts: Sequence[Tensor], device: torch.device, dtype: torch.dtype) -> Tensor:
     """Copies part after part into place, so that no second copy of the whole exists."""
-    weight = torch.empty(sum(p.shape[0] for p in parts), parts[0].shape[1], dtype=dtype, device=device)
+    weight = room_for(sum(p.shape[0] for p in parts), parts[0].shape[1], dtype, device)
     row = 0
     for part in parts:
         weight[row : row + part.shape[0]].copy_(part)

@@ -10,13 +10,14 @@ from torch.nn import functional
 
 from quant.kernels.gemv import MOST_ROWS, Gemv
 from quant.layers.around import Gate, Norm
+from quant.layers.plain import whole_rows
 
 
 class CUDADense:
     """`weight` where it is, float16 or bfloat16; rows of a multiple of 8 columns (`gemv.supported`)."""
 
     def __init__(self, weight: Tensor, folder: Path | None = None) -> None:  # [N, K]
-        self.weight = weight
+        self.weight, self.whole = weight, whole_rows(weight)
         self.out_features = weight.shape[0]
         self.fused_rows = MOST_ROWS
         self.gemv = Gemv(weight, weight.dtype, folder)
@@ -26,7 +27,9 @@ class CUDADense:
         return self.weight.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:  # [T, K]
-        return self.gemv(x) if 0 < len(x) <= MOST_ROWS else functional.linear(x, self.weight)
+        if 0 < len(x) <= MOST_ROWS:
+            return self.gemv(x)
+        return functional.linear(x, self.whole)[:, : self.out_features]
 
     def fused(
         self,

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from quant.embedding import Embedding
 from quant.layers.cpu_int4 import DENSE_ROWS
+from quant.layers.plain import room_for, whole_rows
 from quant.linear import CPUInt4, Dense, Joined, Unpacking, make_linear
 from quant.pack import GroupInt
 from steps import relative_error
@@ -98,3 +99,17 @@ def test_embedding_unpacks_the_rows_it_is_asked_for() -> None:
     table = packed.dequantize()
     assert torch.equal(Embedding(packed, CPU, torch.float32)(ids), table[ids])
     assert torch.equal(Embedding(table, CPU, torch.float32)(ids), table[ids])
+
+
+def test_rows_behind_plain_weights() -> None:
+    room = torch.zeros(3 * 64 * 8).view(3 * 64, 8)
+    weight = room[:70]
+    assert whole_rows(weight).shape == (128, 8)
+    assert whole_rows(weight).data_ptr() == weight.data_ptr()
+    assert whole_rows(room[128:190]).shape == (192 - 128, 8)
+    alone = torch.zeros(70, 8)
+    assert whole_rows(alone) is alone
+
+
+def test_room_on_the_cpu_is_what_was_asked() -> None:
+    assert room_for(70, 8, torch.float32, torch.device("cpu")).untyped_storage().nbytes() == 70 * 8 * 4
