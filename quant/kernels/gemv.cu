@@ -25,6 +25,7 @@ struct Params {
     void *out;
     int N, K, groups, group, T, rows, column_warps, row_warps, gate, wide;
     float eps, alpha, threshold;
+    u32 mask;  // 0x000f000f, of which the compiler does not know: LOP3 takes one constant, and that is the exponent
 };
 
 enum { CHUNK = BITS == 4 ? 128 : 64, STEP = 2 * CHUNK, CHUNK_BYTES = CHUNK * BITS / 8, STEP_BYTES = 2 * CHUNK_BYTES };
@@ -40,8 +41,9 @@ constexpr float ABOVE = HALF ? 1024.f : BITS == 4 ? 128.f : 2176.f;
 constexpr float MIDDLE = BITS == 4 ? 8.f : 128.f;
 
 #ifndef EMULATED
-__device__ __forceinline__ void request(u32 to, const u8 *from, bool valid) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
+// 16 bytes, of which those after `bytes` are not read but zero.
+__device__ __forceinline__ void request(u32 to, const u8 *from, int bytes) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 __device__ __forceinline__ void close_requests() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int LATER> __device__ __forceinline__ void await_requests() {
@@ -150,28 +152,52 @@ __device__ __forceinline__ void inverse_rms(float (&factor)[NB], float *partial,
     }
 }
 
-// Scales of the block's rows as float, beside each what goes to the sum of x where it is not a constant.
-__device__ __forceinline__ void load_scales(float *to, int stride, const Params &p, const Rows &rows, int tiles) {
-    for (int i = threadIdx.x; i < tiles * 8 * p.groups; i += blockDim.x) {
-        int local = i / p.groups, group = i % p.groups;
-        if (!rows.valid(local / 8, local % 8)) continue;
-        long long at = (long long)rows.row(local / 8, local % 8) * p.groups + group;
-        float scale = SCALE == 0   ? half_to_float(((const u16 *)p.scale)[at])
-                      : SCALE == 1 ? __uint_as_float((u32)((const u16 *)p.scale)[at] << 16)
-                                   : ((const float *)p.scale)[at];
-        int slot = local * stride + group;
-        if (KIND == 0) to[slot] = scale;
-        if (KIND == 1) ((float2 *)to)[slot] = make_float2(scale, -scale * (ABOVE + p.zero[at]));
-        if (KIND == 2) ((float2 *)to)[slot] = make_float2(scale, fmaf(-ABOVE, scale, p.shift[at]));
+// A table with one value of `size` bytes a row and group, of which the block's rows lie in shared memory as they do in
+// memory: what is before the first and after the last value in a piece of 16 bytes comes along.
+struct Table {
+    const u8 *shared;
+    int at[2];  // of the first gate row and the first up row
+    static __device__ __forceinline__ int half_bytes(int half_tiles, int groups, int size) {
+        return (half_tiles * 8 * groups * size + 15) / 16 * 16 + 16;
     }
-}
+    __device__ __forceinline__ void request_rows(u8 *to, const u8 *from, int size, const Params &p, const Rows &rows) {
+        const int room = half_bytes(rows.half_tiles, p.groups, size);
+        shared = to;
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            if (h == 1 && !p.gate) break;
+            const long long begin = (long long)rows.row(h * rows.half_tiles, 0) * p.groups * size, aligned = begin & ~15LL;
+            const long long end = begin + rows.count * p.groups * size, all = (long long)p.N * p.groups * size;
+            at[h] = h * room + (int)(begin - aligned) - h * rows.half_tiles * 8 * p.groups * size;
+            for (long long i = aligned + threadIdx.x * 16; i < end; i += blockDim.x * 16)
+                request(address(to) + h * room + (int)(i - aligned), from + i, (int)min(16LL, all - i));
+        }
+    }
+    __device__ __forceinline__ const u8 *of(const Rows &rows, int tile) const {
+        return shared + (tile < rows.half_tiles ? at[0] : at[1]);
+    }
+};
+
+struct Scales {
+    Table scale, zero, shift;
+    // Beside the scale what goes to the sum of x, where it is not a constant.
+    __device__ __forceinline__ float2 get(const Rows &rows, int tile, int index) const {
+        const u8 *from = scale.of(rows, tile);
+        const float s = SCALE == 0   ? half_to_float(((const u16 *)from)[index])
+                        : SCALE == 1 ? __uint_as_float((u32)((const u16 *)from)[index] << 16)
+                                     : ((const float *)from)[index];
+        if (KIND == 1) return make_float2(s, -s * (ABOVE + zero.of(rows, tile)[index]));
+        if (KIND == 2) return make_float2(s, fmaf(-ABOVE, s, ((const float *)shift.of(rows, tile))[index]));
+        return make_float2(s, 0);
+    }
+};
 
 // Two neighbouring codes of a word as numbers.
 template <int AT> __device__ __forceinline__ u32 codes(u32 word, u32 mask, u32 exponent) {
     return ((word >> AT) & mask) | exponent;
 }
 
-// A word of each of two chunks times x; `mask` is 0x000f000f in a register, which LOP3 cannot take beside a constant.
+// A word of each of two chunks times x.
 __device__ __forceinline__ void multiply(float (&even)[4], float (&odd)[4], u32 a, u32 b, const u32 *x, u32 mask) {
     if constexpr (BITS == 4) {
         constexpr u32 E = HALF ? 0x64006400 : 0x43004300;
@@ -238,8 +264,9 @@ __device__ __forceinline__ void plain_item(float (&total)[NB], const u8 *from, c
     for (int b = 0; b < NB; b++) total[b] = (even[b][0] + odd[b][0]) + (even[b][3] + odd[b][3]);
 }
 
-__device__ __forceinline__ void packed_item(float (&total)[NB], const u8 *from, const float *scales, int scale_row,
-                                            const Part &part, const u32 (&x)[NB][PAIRS], u32 slot, int g, int t, u32 mask) {
+__device__ __forceinline__ void packed_item(float (&total)[NB], const u8 *from, const Scales &scales, const Rows &rows,
+                                            int tile, int groups, const Part &part, const u32 (&x)[NB][PAIRS], u32 slot,
+                                            int g, int t, u32 mask) {
     u32 words[2][4];
 #pragma unroll
     for (int h = 0; h < 2; h++) {
@@ -258,10 +285,7 @@ __device__ __forceinline__ void packed_item(float (&total)[NB], const u8 *from, 
     for (int r = 0; r < SUMS; r++) {
         float2 scale[2];
 #pragma unroll
-        for (int h = 0; h < 2; h++) {
-            const int at = scale_row + part.group[r][h];
-            scale[h] = KIND == 0 ? make_float2(scales[at], 0) : ((const float2 *)scales)[at];
-        }
+        for (int h = 0; h < 2; h++) scale[h] = scales.get(rows, tile, (tile * 8 + g) * groups + part.group[r][h]);
 #pragma unroll
         for (int b = 0; b < NB; b++) {
             float even[4] = {}, odd[4] = {};
@@ -298,10 +322,18 @@ extern "C" __global__ void __launch_bounds__(384, NB == 1 ? 2 : 1) gemv(const __
     const int stages = min(most, DEPTH);
 
     u8 *ring = shared + warp * stages * ITEM_BYTES;
-    float *scales = (float *)(shared + warps * stages * ITEM_BYTES);
-    const int stride = p.groups | 1, scale_floats = BITS == 16 ? 0 : tiles * 8 * stride * (KIND == 0 ? 1 : 2);
-    float *sums = scales + scale_floats;  // [column_warps][tiles][NB][32]
+    u8 *tables = shared + warps * stages * ITEM_BYTES;
+    const int halves = p.gate ? 2 : 1;
+    const int scale_bytes = BITS == 16 ? 0 : halves * Table::half_bytes(half_tiles, p.groups, SCALE == 2 ? 4 : 2);
+    const int other_bytes = KIND == 0 ? 0 : halves * Table::half_bytes(half_tiles, p.groups, KIND == 1 ? 1 : 4);
+    float *sums = (float *)(tables + scale_bytes + other_bytes);  // [column_warps][tiles][NB][32]
     float *partial = sums + p.column_warps * tiles * NB * 32;
+
+    Scales scales;
+    if (BITS != 16) scales.scale.request_rows(tables, p.scale, SCALE == 2 ? 4 : 2, p, rows);
+    if (KIND == 1) scales.zero.request_rows(tables + scale_bytes, p.zero, 1, p, rows);
+    if (KIND == 2) scales.shift.request_rows(tables + scale_bytes, (const u8 *)p.shift, 4, p, rows);
+    close_requests();
 
     // Where a lane's 16 bytes go: to itself, or, where lanes read each other's words, so that neither side has conflicts.
     const u32 slot = NARROW ? (t * 8 + (g ^ (2 * t))) * 16 : lane * 16;
@@ -316,28 +348,25 @@ extern "C" __global__ void __launch_bounds__(384, NB == 1 ? 2 : 1) gemv(const __
 #pragma unroll
             for (int u = 0; u < 2 * UNITS; u++) {
                 const bool valid = live && ask_at + t * 16 + u * 64 < row_bytes;
-                request(ring_address + ask_stage * ITEM_BYTES + u * 512 + slot, valid ? from + u * 64 : p.weight, valid);
+                request(ring_address + ask_stage * ITEM_BYTES + u * 512 + slot, from + u * 64, valid ? 16 : 0);
             }
-            asked++;
+            if (++asked == items && !EARLY) admit_next();  // its requests follow the block's own at once
             ask_tile += p.row_warps;
             if (ask_tile >= tiles) ask_tile = row_warp, ask_at += p.column_warps * STEP_BYTES;
             if (++ask_stage == stages) ask_stage = 0;
         }
         close_requests();
     };
-#if EARLY
-    admit_next();
-#endif
 #pragma unroll 1
     for (int i = 0; i < DEPTH; i++) ask();
-#if !EARLY
+#if EARLY
     admit_next();
 #endif
     const int x_row = lane / 8, x_chunk = (lane / 4) % 2 * CHUNK;
     u32 x[NB][PAIRS], weight[1][PAIRS];
     if (p.norm) load_x(weight, p.norm, p.K, column_warp * STEP + x_chunk, t, 0, 1);
-    if (BITS != 16) load_scales(scales, stride, p, rows, tiles);
     const float per_column = 1.f / p.K;
+    if (BITS != 16) await_requests<DEPTH>();  // the scales, for the next barrier
     await_inputs();
 
     float factor[NB];
@@ -358,10 +387,10 @@ extern "C" __global__ void __launch_bounds__(384, NB == 1 ? 2 : 1) gemv(const __
         for (int b = 0; b < NB; b++) scale_x(x[b], weight[0], factor[b]);
     } else {
         load_x(x, p.x, p.K, column_warp * STEP + x_chunk, t, x_row, p.T);
-        if (BITS != 16) __syncthreads();  // the scales are there
+        if (BITS != 16) __syncthreads();
     }
 
-    const u32 mask = opaque(0x000f000f);
+    const u32 mask = opaque(p.mask);
     int stage = 0;
     for (int s = column_warp; s < steps; s += p.column_warps) {
         if (s != column_warp) {
@@ -383,11 +412,10 @@ extern "C" __global__ void __launch_bounds__(384, NB == 1 ? 2 : 1) gemv(const __
 #pragma unroll
             for (int i = 0; i < GANG; i++) {
                 const u8 *from = ring + stage * ITEM_BYTES;
-                const int scale_row = ((tile + i * p.row_warps) * 8 + g) * stride;
                 if constexpr (BITS == 16)
                     plain_item(total[i], from + slot, x);
                 else
-                    packed_item(total[i], from, scales, scale_row, part, x, slot, g, t, mask);
+                    packed_item(total[i], from, scales, rows, tile + i * p.row_warps, p.groups, part, x, slot, g, t, mask);
                 if (++stage == stages) stage = 0;
             }
 #pragma unroll

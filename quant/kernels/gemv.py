@@ -54,6 +54,7 @@ class Parameters(ctypes.Structure):
         ("eps", ctypes.c_float),
         ("alpha", ctypes.c_float),
         ("threshold", ctypes.c_float),
+        ("mask", ctypes.c_uint32),
     )
 
 
@@ -77,6 +78,11 @@ class Form:
     @property
     def item_bytes(self) -> int:
         return 2048 if self.bits == 16 else 1024
+
+    def table_bytes(self, values: int, halves: int) -> int:
+        """Of scales and what goes with them, in pieces of 16 bytes and one more."""
+        sizes = () if self.bits == 16 else (4 if self.scale == 2 else 2,) + ((), (1,), (4,))[self.kind]
+        return sum(halves * (-(-values // halves * size // 16) * 16 + 16) for size in sizes)
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -104,9 +110,13 @@ class Launch:
         steps = -(-k // form.step)
         items = -(-steps // self.column_warps) * -(-tiles // self.row_warps)
         ring = self.column_warps * self.row_warps * min(items, form.depth) * form.item_bytes
-        scales = 0 if form.bits == 16 else tiles * TILE * (groups | 1) * (4 if form.kind == 0 else 8)
         sums = self.column_warps * tiles * form.blocks * 128
-        return ring + scales + sums + self.column_warps * form.blocks * 16
+        return (
+            ring
+            + form.table_bytes(tiles * TILE * groups, 2 if gated else 1)
+            + sums
+            + self.column_warps * form.blocks * 16
+        )
 
 
 def choose(form: Form, n: int, k: int, groups: int, gated: bool) -> Launch:
@@ -142,7 +152,7 @@ def _run(bits: int, group: int) -> int:
 
 def parameters(weight: Tensor | DeviceInt, launch: Launch) -> Parameters:
     """All that does not change from call to call."""
-    p = Parameters(rows=launch.rows, column_warps=launch.column_warps, row_warps=launch.row_warps)
+    p = Parameters(rows=launch.rows, column_warps=launch.column_warps, row_warps=launch.row_warps, mask=0x000F000F)
     if isinstance(weight, Tensor):
         p.weight, (p.N, p.K), p.groups, p.group = weight.data_ptr(), weight.shape, 1, weight.shape[1]
         return p
@@ -170,7 +180,9 @@ def supported(weight: Tensor | DeviceInt, dtype: torch.dtype) -> bool:
     if isinstance(weight, Tensor):
         rows_fit = weight.shape[1] % (ALIGNMENT // 2) == 0 and weight.is_contiguous()
         return weight.dtype == dtype and rows_fit and weight.data_ptr() % ALIGNMENT == 0
-    return weight.K % 32 == 0 and weight.group % 32 == 0 and weight.words.data_ptr() % ALIGNMENT == 0
+    tensors = (t for t in (weight.words, weight.scale, weight.zero, weight.shift) if t is not None)
+    aligned = all(t.data_ptr() % ALIGNMENT == 0 and t.is_contiguous() for t in tensors)
+    return weight.K % 32 == 0 and weight.group % 32 == 0 and aligned
 
 
 class Gemv:

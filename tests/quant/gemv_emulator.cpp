@@ -30,7 +30,7 @@ static Index threadIdx, blockIdx, blockDim;
 alignas(128) unsigned char shared[1 << 20];
 
 struct Barrier { int arrived = 0, generation = 0; };
-struct Copy { unsigned to; const unsigned char *from; bool valid; int group; };
+struct Copy { unsigned to; const unsigned char *from; int bytes; int group; };
 struct Thread {
     ucontext_t context;
     std::vector<char> stack = std::vector<char>(1 << 16);
@@ -75,16 +75,16 @@ static float number(unsigned pair, int high) {
 }
 static unsigned opaque(unsigned v) { return v; }
 static unsigned address(const void *p) { return (const unsigned char *)p - shared; }
-static void request(unsigned to, const unsigned char *from, bool valid) {
+static void request(unsigned to, const unsigned char *from, int bytes) {
     Thread &t = threads[current];
-    t.copies.push_back({to, from, valid, t.closed});
+    t.copies.push_back({to, from, bytes, t.closed});
 }
 static void close_requests() { threads[current].closed++; }
 template <int LATER> static void await_requests() {
     Thread &t = threads[current];
     for (; !t.copies.empty() && t.copies.front().group < t.closed - LATER; t.copies.pop_front()) {
         const Copy &c = t.copies.front();
-        c.valid ? (void)std::memcpy(shared + c.to, c.from, 16) : (void)std::memset(shared + c.to, 0, 16);
+        std::memset(shared + c.to, 0, 16), std::memcpy(shared + c.to, c.from, c.bytes);
     }
 }
 static void await_inputs() {}
