@@ -30,6 +30,9 @@ struct Params {
 
 enum { CHUNK = BITS == 4 ? 128 : 64, STEP = 2 * CHUNK, CHUNK_BYTES = CHUNK * BITS / 8, STEP_BYTES = 2 * CHUNK_BYTES };
 enum { UNITS = BITS == 16 ? 2 : 1, PAIRS = CHUNK / 8, ITEM_BYTES = 1024 * UNITS, SUMS = BITS == 16 ? 1 : 4 / RUN };
+#ifndef RESIDENT
+#define RESIDENT 2
+#endif
 #ifndef EARLY
 #define EARLY 0
 #endif
@@ -307,7 +310,7 @@ __device__ __forceinline__ float activated(float gate, float up, const Params &p
     return gate >= p.threshold ? gate * up : 0.f * up;
 }
 
-extern "C" __global__ void __launch_bounds__(384, NB == 1 ? 2 : 1) gemv(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(384, RESIDENT) gemv(const __grid_constant__ Params p) {
     extern __shared__ __align__(16) u8 shared[];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int column_warp = warp % p.column_warps, row_warp = warp / p.column_warps;
