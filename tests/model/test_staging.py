@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from checkpoints import write_checkpoint
+from minicpm_cli.errors import WeightsError
 from minicpm_cli.llm.checkpoint import Checkpoint
 from minicpm_cli.model.loader import load_model
-from minicpm_cli.model.staging import CHUNK, SMALL, Staging
+from minicpm_cli.model.staging import CHUNK, SMALL, StagedSource, Staging
 
 pytestmark = pytest.mark.gpu
 
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.gpu
 def test_bytes_arrive_unchanged(rows: int, dtype: torch.dtype) -> None:
     stored = torch.randint(-(2**15), 2**15, (rows, 7), dtype=torch.int16).to(dtype)
     staging = Staging(torch.device("cuda", 0), threads=3)
-    placed = [staging.place(stored) for _ in range(3)]
+    placed = [staging.begin(stored).wait() for _ in range(3)]
     staging.close()
     assert all(p.device.type == "cuda" and p.dtype == dtype and torch.equal(p.cpu(), stored) for p in placed)
 
@@ -28,16 +29,48 @@ def test_bytes_arrive_unchanged(rows: int, dtype: torch.dtype) -> None:
 def test_other_layouts_go_the_plain_way() -> None:
     stored = torch.randn(700, 900).T
     staging = Staging(torch.device("cuda", 0))
-    assert torch.equal(staging.place(stored).cpu(), stored)
+    assert torch.equal(staging.begin(stored).wait().cpu(), stored)
     staging.close()
 
 
 @pytest.mark.parametrize("name", ["cuda", "cuda:0"])
 def test_what_is_there_already_stays(name: str) -> None:
     stored, staging = torch.randn(700, 900, device=name), Staging(torch.device(name))
-    assert torch.equal(staging.place(stored), stored)
-    assert staging.place(stored.cpu()).device == stored.device
+    assert torch.equal(staging.begin(stored).wait(), stored)
+    assert staging.begin(stored.cpu()).wait().device == stored.device
     staging.close()
+
+
+class Shelf:
+    """Tensors by name, and in which order they were taken."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self.tensors, self.order = tensors, []
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.tensors
+
+    def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        self.order.append(name)
+        if self.tensors[name].shape != shape:
+            raise WeightsError(f"{name} is of another shape")
+        return self.tensors[name]
+
+    def finish(self) -> None:
+        pass
+
+
+def test_what_is_begun_ahead_is_what_is_taken() -> None:
+    shelf = Shelf({f"t{i}": torch.full((3000, 1001), i, dtype=torch.float32) for i in range(30)})
+    shelf.tensors["odd"] = torch.ones(3, 3)
+    shapes = [(f"t{i}", (3000, 1001)) for i in range(30)]
+    source = StagedSource(shelf, torch.device("cuda"), [("absent", (1, 1)), ("odd", (4, 4)), *shapes])
+    taken = [source.take(name, shape) for name, shape in [*shapes[9::-1], *shapes[10:]]]
+    with pytest.raises(WeightsError, match="odd is of another shape"):
+        source.take("odd", (4, 4))
+    source.finish()
+    assert [int(t.min()) for t in taken] == [int(t.max()) for t in taken] == [*range(9, -1, -1), *range(10, 30)]
+    assert sorted(shelf.order) == sorted(["odd", "odd", *(name for name, _ in shapes)])
 
 
 def test_a_model_loads_the_same_on_both_devices(tmp_path: Path) -> None:
