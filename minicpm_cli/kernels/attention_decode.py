@@ -152,11 +152,19 @@ class History:
 
 
 def multi_head_tiling(rows: int, history: History) -> Tiling:
-    """Four heads a program where they divide; two programs or more for each multiprocessor, of 16 tokens at least."""
-    block = math.gcd(history.cache.k.shape[2], 4)
-    depth = 2 if history.cache.k.element_size() == 1 else 4
-    splits, chunk = split_count(rows * history.cache.k.shape[2] // block, history.longest)
-    return Tiling(warps=4, splits=splits, chunk=chunk, block=block, depth=depth)
+    """As measured on an H200 with 36 heads of 64: a head a program in up to 8 splits where heads are few, else four.
+
+    The last block of a head puts the splits together alone, 2.4 us for every 8 of them.
+    """
+    heads = history.cache.k.shape[2]
+    if rows * heads < 512:
+        splits, chunk = split_count(rows * heads, history.longest)
+        return Tiling(warps=4, splits=min(splits, 8), chunk=2 * chunk, block=1)
+    block = math.gcd(heads, 4)
+    splits, chunk = split_count(rows * heads // block, history.longest)
+    if history.cache.k.element_size() == 1:
+        return Tiling(warps=4, splits=splits, chunk=chunk, block=block, depth=1)
+    return Tiling(warps=2, splits=splits, chunk=chunk, block=block)
 
 
 def grouped_tiling(rows: int, history: History) -> Tiling:

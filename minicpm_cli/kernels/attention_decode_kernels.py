@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from minicpm_cli.kernels.rope_store import TO_INT
+from minicpm_cli.kernels.rope_store import FP8_STEPS, TO_INT
 
 LOWEST = tl.constexpr(-1e30)  # a running maximum before any token: finite, so that differences are never NaN
 
@@ -56,13 +56,40 @@ def _rotated(x, dims, mask, own, other, D: tl.constexpr, HALF: tl.constexpr):
 
 
 @triton.jit
+def _scale_of(value, LARGEST: tl.constexpr, WHOLE: tl.constexpr, AXIS: tl.constexpr):
+    """The scale of each head, as minicpm_cli.kernels.cache.encode chooses it."""
+    peak = tl.max(tl.abs(value), AXIS, keep_dims=True)
+    scale = _rounded_scale(peak / LARGEST)
+    if not WHOLE:
+        least = _fp8_error(value, scale, AXIS)
+        for step in tl.static_range(1, FP8_STEPS):
+            other = _rounded_scale(peak / (LARGEST - 32.0 * step))
+            error = _fp8_error(value, other, AXIS)
+            scale = tl.where(error < least, other, scale)
+            least = tl.minimum(error, least)
+    return scale
+
+
+@triton.jit
+def _rounded_scale(exact):
+    scale = exact.to(tl.float16).to(tl.float32)
+    return tl.where(scale == 0.0, 1.0, scale)
+
+
+@triton.jit
+def _fp8_error(value, scale, AXIS: tl.constexpr):
+    scaled = value * (1.0 / scale)
+    error = scaled.to(tl.float8e4nv).to(tl.float32) - scaled
+    return tl.sum(error * error, AXIS, keep_dims=True) * scale * scale
+
+
+@triton.jit
 def _keep(value, cache, scales, at, scale_at, mask, scale_mask, SCALED: tl.constexpr, AXIS: tl.constexpr):
     """Stores the new token's heads, and gives them back as the cache holds them."""
     kind: tl.constexpr = cache.dtype.element_ty
     if SCALED:
         LARGEST: tl.constexpr = 127.0 if kind == tl.int8 else 448.0
-        scale = (tl.max(tl.abs(value), AXIS, keep_dims=True) / LARGEST).to(tl.float16).to(tl.float32)
-        scale = tl.where(scale == 0.0, 1.0, scale)
+        scale = _scale_of(value, LARGEST, kind == tl.int8, AXIS)
         tl.store(scales + scale_at, scale.to(tl.float16), mask=scale_mask)
         value = tl.minimum(tl.maximum(value / scale, -LARGEST), LARGEST)
         if kind == tl.int8:
