@@ -89,7 +89,7 @@ def free_by_driver() -> dict[str, int]:
 
 def context_bytes(device: torch.device, before: Mapping[str, int]) -> int:
     """What this process's context takes on a GPU, `before` being what was free without it; 0 where nobody can tell."""
-    uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+    uuid = f"GPU-{getattr(torch.cuda.get_device_properties(device), 'uuid', '')}"
     taken = before.get(uuid, 0) - torch.cuda.mem_get_info(device)[0]
     return taken if _SMALLEST_CONTEXT < taken < _LARGEST_CONTEXT else 0
 
