@@ -187,5 +187,10 @@ class Engine:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    """torch raises its own class for CUDA and a plain RuntimeError for the CPU's allocator."""
+    """torch raises its own class for CUDA and a plain RuntimeError for the CPU's allocator.
+
+    A capture that ran out of memory fails with another error at its end.
+    """
+    if isinstance(error.__context__, torch.OutOfMemoryError):
+        return True
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)

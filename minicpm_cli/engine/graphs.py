@@ -31,18 +31,20 @@ def padded(count: int, most: int) -> int:
 
 
 class DeviceDraw:
-    """A token and the peak of the scores for each row: the peaks tell whether they are finite."""
+    """Leaves a token and the peak of the scores of each row in `ids` and `peaks`, which tell if they are finite."""
 
     def __init__(self, draw: Draw | None, penalties: Penalties) -> None:
         self.draw, self.penalties = draw, penalties
 
-    def __call__(self, logits: Tensor, kind: Kind, rows: Tensors) -> tuple[Tensor, Tensor]:  # [S, V]
+    def __call__(self, logits: Tensor, kind: Kind, rows: Tensors, ids: Tensor, peaks: Tensor) -> None:  # [S, V]
         if kind == "greedy":
-            peaks, ids = logits.max(-1)  # the lowest id among equals
-            return ids, peaks
+            torch.max(logits, -1, out=(peaks, ids))  # the lowest id among equals
+            return
         assert self.draw is not None, "the device cannot draw, and was asked to"
         penalties = penalty_state(rows, self.penalties.counts) if kind == "penalised" else None
-        return self.draw(logits, DrawState.of(rows), penalties)
+        drawn = self.draw(logits, DrawState.of(rows), penalties)
+        ids.copy_(drawn[0])
+        peaks.copy_(drawn[1])
 
 
 class CudaCapture:
@@ -104,15 +106,13 @@ class DecodeSteps:
         else:
             self._captured[count, kind]()
 
-    def note(self, ids: Tensor, peaks: Tensor) -> None:  # [S], [S]
-        """What a step of another kind has drawn."""
-        self.drawn[: len(ids)].copy_(ids)
-        self.peaks[: len(ids)].copy_(peaks)
+    def take(self, logits: Tensor, kind: Kind, rows: Tensors) -> None:  # [S, V]
+        """Draws for the next step, after one of any kind."""
+        self._draw(logits, kind, rows, self.drawn[: len(logits)], self.peaks[: len(logits)])
 
     def _step(self, count: int, kind: Kind, kv_lens: tuple[int, ...] = ()) -> None:
         there = self.layout.step(count)[0].device(self.buffer)
-        logits = self._run(self._batch(there, count, kv_lens))
-        self.note(*self._draw(logits, kind, there))
+        self.take(self._run(self._batch(there, count, kv_lens)), kind, there)
 
     def _batch(self, there: Tensors, count: int, kv_lens: tuple[int, ...]) -> ForwardBatch:
         """A captured step may read only the tensors: the host's lengths are those of the moment."""

@@ -93,7 +93,7 @@ class Pipeline:
         columns = -(-config.limit // config.page_size)
         layout, self.pinned = DecodeLayout(config.max_seqs, columns), device.type == "cuda"
         self.steps = DecodeSteps(layout, config.page_size, device, run, draw, capture)
-        self.prefills = PrefillSteps(columns, config.page_size, device, run, draw, self.steps.note, capture)
+        self.prefills = PrefillSteps(columns, config.page_size, device, run, draw.penalties, self.steps.take, capture)
         self.submit: Submit = submit_cuda if self.pinned else submit_now
         self._slots = [Slot(layout, config.page_size, draw.penalties, pinned=self.pinned) for _ in range(SLOTS)]
         self._turn = 0
@@ -146,6 +146,6 @@ class Pipeline:
             batch, rows = host.to(self.device, self.steps.drawn)
             logits = self._run(batch)
             if len(logits):
-                self.steps.note(*self.draw(logits, kind, rows))
+                self.steps.take(logits, kind, rows)
 
         return work

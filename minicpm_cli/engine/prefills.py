@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minicpm_cli.engine.graphs import Capture, DeviceDraw, Work
-from minicpm_cli.engine.inputs import Kind, StepInputs, fill_draws, kind_of, step_layout
+from minicpm_cli.engine.graphs import Capture, Work
+from minicpm_cli.engine.inputs import Kind, StepInputs, Tensors, fill_draws, kind_of, step_layout
 from minicpm_cli.engine.pages import DUMMY
+from minicpm_cli.engine.penalties import Penalties
 from minicpm_cli.engine.scheduler import Plan
 from minicpm_cli.kernels.batch import ForwardBatch
 
@@ -22,7 +23,7 @@ SIZES = (16, 32, 64, 96, 128, 192, 256, 384, 512)  # tokens; with more the devic
 
 
 class PrefillSteps:
-    """Steps of one sequence on static buffers, one for each size. `note` takes the ids and peaks."""
+    """Steps of one sequence on static buffers, one for each size. `take` draws from their logits."""
 
     def __init__(
         self,
@@ -30,12 +31,12 @@ class PrefillSteps:
         page_size: int,
         device: torch.device,
         run: Callable[[ForwardBatch], Tensor],
-        draw: DeviceDraw,
-        note: Callable[[Tensor, Tensor], None],
+        penalties: Penalties,
+        take: Callable[[Tensor, Kind, Tensors], None],
         capture: Capture | None,
     ) -> None:
         self.columns, self.page_size, self.device = columns, page_size, device
-        self._run, self._draw, self._note, self._capture = run, draw, note, capture
+        self._run, self._penalties, self._take, self._capture = run, penalties, take, capture
         self._buffers: dict[int, Tensor] = {}
         self._seen: set[tuple[int, Kind]] = set()
         self._graphs: dict[tuple[int, Kind], Work] = {}
@@ -64,7 +65,7 @@ class PrefillSteps:
 
     def _step(self, host: StepInputs, size: int, kind: Kind) -> None:
         there = host.layout.device(self._buffers[size])
-        self._note(*self._draw(self._run(host.batch(there)), kind, there))
+        self._take(self._run(host.batch(there)), kind, there)
 
     def build(self, plan: Plan, size: int, *, pinned: bool) -> StepInputs:
         """The one chunk, then the padding; of the padding nothing is sampled. An unsampled chunk's draw is not read."""
@@ -83,5 +84,5 @@ class PrefillSteps:
         kv_lens = start + count, max(rest, 1)
         host["q_start"][:], host["kv_len"][:], host["last"][:] = (0, count, size), kv_lens, count - 1
         if kind_of(plan.sampled) != "greedy":
-            fill_draws(host, plan.sampled, self._draw.penalties)
+            fill_draws(host, plan.sampled, self._penalties)
         return StepInputs(layout, buffer, self.page_size, (count, rest), kv_lens, (seq.run, -1))

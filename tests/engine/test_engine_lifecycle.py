@@ -306,7 +306,7 @@ def test_ctrl_c_anywhere_leaves_a_working_engine(where: str, count: int, monkeyp
             patch.setattr(engine.runner, "forward_step", interrupting(decoder.forward))
         elif where == "sample":
             pipeline = engine.runner.pipeline
-            owner, name = (pipeline.steps, "note") if pipeline else (engine.runner, "sample")
+            owner, name = (pipeline.draw, "draw") if pipeline else (engine.runner, "sample")
             patch.setattr(owner, name, interrupting(getattr(owner, name)))
         elif where == "sink":
             sink = Sink()
