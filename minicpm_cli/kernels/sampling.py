@@ -131,7 +131,7 @@ class Draws:
         assert (vocab, 1) == (self.vocab, logits.stride(1))
         shape = self.shape(count)
         grid = (-(-vocab // shape.chunk), count)
-        full: dict[str, Any] = {"CHUNK": shape.chunk, "FULL": vocab >= shape.chunk, "EARLY": early(logits)}
+        full: dict[str, Any] = {"CHUNK": shape.chunk, "EARLY": early(logits)}
         full |= dependent(logits)
         blocks: dict[str, Any] = {"BLOCKS": triton.next_power_of_2(grid[0]), **full}
         width: dict[str, Any] = {"WIDTH": max(LANES // blocks["BLOCKS"], 8), "num_warps": shape.fine, **blocks}
@@ -146,7 +146,8 @@ class Draws:
         )  # fmt: skip
         passes.coarse[grid](
             *matrix, *numbers, *row, *seats, self.key, self.id, self.mass, ids, peak, self.goals,
-            self.edges, self.sums, self.listed, self.length, num_warps=shape.coarse, **blocks,
+            self.edges, self.sums, self.listed, self.length,
+            LANES=min(shape.coarse * 32, shape.chunk), num_warps=shape.coarse, **blocks,
         )  # fmt: skip
         if s is None:
             return
@@ -154,7 +155,8 @@ class Draws:
         closing = (self.near, self.found, self.arrived, self.near_length, self.over, self.floor)
         passes.fine[grid](
             *shared, self.edges, self.sums, self.listed, self.length, *closing,
-            self.fine_edges, self.fine_sums, self.above, self.fine_length, MANY=shape.many, **width,
+            self.fine_edges, self.fine_sums, self.above, self.fine_length, MANY=shape.many,
+            LANES=min(shape.fine * 32, shape.chunk), **width,
         )  # fmt: skip
         passes.last[grid](
             *shared, self.listed, self.fine_length, *closing, self.fine_edges, self.fine_sums, self.above, **width,

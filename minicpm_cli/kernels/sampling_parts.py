@@ -43,21 +43,14 @@ def row_of(temperature, top_p, min_p, top_k, row):
 
 
 @triton.jit
-def chunk_of(logits, block, vocab, CHUNK: tl.constexpr, FULL: tl.constexpr):
-    """Ids, which of them are the chunk's, and float32 scores, -inf for the others.
-
-    A last chunk that is not full begins earlier: loads without a mask are all under way together.
-    """
-    first = block * CHUNK
-    if FULL:
-        ids = tl.minimum(first, vocab - CHUNK) + tl.arange(0, CHUNK)
-        inside = ids >= first
+def chunk_of(logits, block, vocab, CHUNK: tl.constexpr):
+    """Ids and float32 scores of a chunk, -inf beyond the vocabulary. Loads without masks are under way together."""
+    ids = block * CHUNK + tl.arange(0, CHUNK)
+    if (block + 1) * CHUNK <= vocab:
         x = tl.load(logits + ids).to(tl.float32)
-        return ids, inside, tl.where(inside, x, -float("inf"))
     else:
-        ids = first + tl.arange(0, CHUNK)
-        inside = ids < vocab
-        return ids, inside, tl.load(logits + ids, mask=inside, other=-float("inf")).to(tl.float32)
+        x = tl.load(logits + ids, mask=ids < vocab, other=-float("inf")).to(tl.float32)
+    return ids, x
 
 
 @triton.jit
@@ -77,14 +70,17 @@ def uniform_of(seed, index):
 
 
 @triton.jit
-def listed_chunk(logits, block, vocab, least, listed, CHUNK: tl.constexpr, FULL: tl.constexpr):
-    """Lists the scores of a chunk from `least` on, in order of id, and returns their number."""
-    _, _, x = chunk_of(logits, block, vocab, CHUNK, FULL)
+def listed_chunk(logits, block, vocab, least, listed, CHUNK: tl.constexpr, LANES: tl.constexpr):
+    """Lists the scores of a chunk from `least` on, thread by thread, and returns their number."""
+    _, x = chunk_of(logits, block, vocab, CHUNK)
     chosen = (x >= least) & (x > -float("inf"))
-    place = tl.cumsum(chosen.to(tl.int32), 0)
-    tl.store(listed + place - 1, x, mask=chosen)
+    ones = tl.reshape(chosen.to(tl.int32), (CHUNK // LANES, LANES))  # a column is one thread's
+    of_lane = tl.sum(ones, 0)
+    before = tl.cumsum(of_lane, 0)
+    place = tl.cumsum(ones, 0) + (before - of_lane)[None, :] - 1
+    tl.store(listed + tl.reshape(place, (CHUNK,)), x, mask=chosen)
     tl.debug_barrier()
-    return tl.max(place, 0)
+    return tl.max(before, 0)
 
 
 @triton.jit
@@ -202,15 +198,13 @@ def drawn(
     uniform,
     BLOCKS: tl.constexpr,
     CHUNK: tl.constexpr,
-    FULL: tl.constexpr,
 ):
     """The first token by id where the cumulative mass exceeds uniform * total: its chunk, 128 ids of it, itself."""
     block, goal = place_of(masses, uniform * tl.sum(masses, 0), BLOCKS)
-    ids, _, x = chunk_of(logits, block, vocab, CHUNK, FULL)
+    _, x = chunk_of(logits, block, vocab, CHUNK)
     weights = tl.where(x >= least, tl.exp2((x - peak) * cool), 0.0).to(tl.float64)
     part, goal = place_of(tl.sum(tl.reshape(weights, (CHUNK // PART, PART)), 1), goal, CHUNK // PART)
-    ids = tl.min(ids, 0) + part * PART + tl.arange(0, PART)
-    x = tl.load(logits + ids, mask=(ids >= block * CHUNK) & (ids < vocab), other=-float("inf")).to(tl.float32)
+    _, x = chunk_of(logits, block * (CHUNK // PART) + part, vocab, PART)
     weights = tl.where(x >= least, tl.exp2((x - peak) * cool), 0.0).to(tl.float64)
     place, goal = place_of(weights, goal, PART)
-    return tl.min(ids, 0) + place
+    return block * CHUNK + part * PART + place

@@ -33,7 +33,7 @@ def peaks(
     logits, stride, vocab, temperature, top_p, min_p, top_k,
     seats, counts, repetition, frequency, presence, allowed, allowed_stride,
     part_key, part_id, part_mass, arrived, found,
-    CHUNK: tl.constexpr, FULL: tl.constexpr, EARLY: tl.constexpr,
+    CHUNK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Changes the logits by penalties and mask; of each chunk the largest key, its lowest id, and the mass below it."""
     if EARLY:
@@ -41,7 +41,8 @@ def peaks(
         tl.extra.cuda.gdc_wait()
     block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     here = logits + row * stride
-    ids, inside, x = chunk_of(here, block, vocab, CHUNK, FULL)
+    ids, x = chunk_of(here, block, vocab, CHUNK)
+    inside = ids < vocab
     changed = False
     if seats is not None:
         seat = tl.load(seats + row).to(tl.int64)
@@ -79,7 +80,7 @@ def peaks(
 def coarse(
     logits, stride, vocab, seed, index, temperature, top_p, min_p, top_k, seats, counts,
     part_key, part_id, part_mass, out_id, out_peak, goals, edges, sums, listed, lengths,
-    BLOCKS: tl.constexpr, CHUNK: tl.constexpr, FULL: tl.constexpr, EARLY: tl.constexpr,
+    BLOCKS: tl.constexpr, CHUNK: tl.constexpr, LANES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Ends rows that are greedy, not finite or without filters; of the others the lists and the sums at 16 edges."""
     if EARLY:
@@ -114,7 +115,7 @@ def coarse(
             if search | (floor > 0.0):
                 whole = tl.sum(masses, 0)
                 # Below this score lies less than 1 - top_p of the mass, whatever the scores are.
-                below = tl.maximum(((1.0 - p) * whole / vocab).to(tl.float32), 1e-37)
+                below = tl.maximum(((1.0 - p) * whole).to(tl.float32) / vocab, 1e-37)
                 lowest = tl.min(tl.where(seen, tops, float("inf")), 0)
                 of_k = (peak - lowest) * tl.where(k > tl.sum(seen.to(tl.int32), 0), 2.0, 1.0)
                 span = tl.where(k > 0, of_k, -t * tl.log(below) * 1.001)
@@ -126,14 +127,14 @@ def coarse(
                     tl.store(goals + row, tl.where(k > 0, k.to(tl.float64), p * whole))
                     tl.store(edges + row * EDGES + step, scores)
                 at = row * blocks + block
-                count = listed_chunk(here, block, vocab, least, listed + at * CHUNK, CHUNK, FULL)
+                count = listed_chunk(here, block, vocab, least, listed + at * CHUNK, CHUNK, LANES)
                 tl.store(lengths + at, count)
                 if search:
                     got = edge_sums(listed + at * CHUNK, count, scores, peak, cool, k > 0, CHUNK // 8)
                     tl.store(sums + at * EDGES + step, got)
             elif block == 0:
                 uniform = uniform_of(tl.load(seed + row), tl.load(index + row))
-                token = drawn(here, vocab, masses, -float("inf"), peak, cool, uniform, BLOCKS, CHUNK, FULL)
+                token = drawn(here, vocab, masses, -float("inf"), peak, cool, uniform, BLOCKS, CHUNK)
                 finished(token, out_id, seats, counts, vocab, row)
 
 
@@ -152,8 +153,8 @@ def fine(
     logits, stride, vocab, seed, index, temperature, top_p, min_p, top_k, seats, counts,
     out_id, out_peak, goals, edges, sums, listed, lengths, near, found, arrived,
     near_lengths, over_masses, floor_masses, fine_edges, fine_sums, above, fine_lengths,
-    BLOCKS: tl.constexpr, CHUNK: tl.constexpr, FULL: tl.constexpr, WIDTH: tl.constexpr,
-    MANY: tl.constexpr, EARLY: tl.constexpr,
+    BLOCKS: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr,
+    LANES: tl.constexpr, MANY: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Ends rows with lists of up to MANY scores. Of the others the sums at 16 edges between the two of `coarse`."""
     if EARLY:
@@ -174,7 +175,7 @@ def fine(
         if (total > MANY) & search | (low == -float("inf")):
             here = listed + at * CHUNK
             if low == -float("inf"):  # fewer than top_k were listed
-                count = listed_chunk(logits + row * stride, block, vocab, low, here, CHUNK, FULL)
+                count = listed_chunk(logits + row * stride, block, vocab, low, here, CHUNK, LANES)
             step = tl.arange(0, EDGES)
             top = tl.minimum(high, peak)
             scores = top - (top - low) * ((step + 1).to(tl.float32) / EDGES)
@@ -193,7 +194,7 @@ def fine(
                 tl.store(above + row, float("nan"))  # ended here
             closed(
                 logits, stride, vocab, seed, index, seats, counts, out_id, goals, listed, lengths, near, found, arrived,
-                near_lengths, over_masses, floor_masses, t, p, floor, k, peak, low, high, BLOCKS, CHUNK, FULL, WIDTH,
+                near_lengths, over_masses, floor_masses, t, p, floor, k, peak, low, high, BLOCKS, CHUNK, WIDTH,
             )  # fmt: skip
 
 
@@ -202,7 +203,7 @@ def last(
     logits, stride, vocab, seed, index, temperature, top_p, min_p, top_k, seats, counts,
     out_id, out_peak, goals, listed, lengths, near, found, arrived,
     near_lengths, over_masses, floor_masses, edges, sums, above,
-    BLOCKS: tl.constexpr, CHUNK: tl.constexpr, FULL: tl.constexpr, WIDTH: tl.constexpr, EARLY: tl.constexpr,
+    BLOCKS: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Ends the rows that `fine` has not."""
     if EARLY:
@@ -218,7 +219,7 @@ def last(
             closed(
                 logits, stride, vocab, seed, index, seats, counts, out_id, goals, listed, lengths, near, found, arrived,
                 near_lengths, over_masses, floor_masses, t, p, floor, k, peak, low, tl.minimum(high, top),
-                BLOCKS, CHUNK, FULL, WIDTH,
+                BLOCKS, CHUNK, WIDTH,
             )  # fmt: skip
 
 
@@ -226,7 +227,7 @@ def last(
 def closed(
     logits, stride, vocab, seed, index, seats, counts, out_id, goals, listed, lengths, near, found, arrived,
     near_lengths, over_masses, floor_masses, t, p, floor, k, peak, low, high,
-    BLOCKS: tl.constexpr, CHUNK: tl.constexpr, FULL: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCKS: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Gathers a row's scores from `low` to `high`, with top-k all from `low` on; its last block draws."""
     block, row, blocks = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.num_programs(0)
@@ -280,5 +281,5 @@ def closed(
             )  # fmt: skip
         least = tl.maximum(least, found_least)
         uniform = uniform_of(tl.load(seed + row), tl.load(index + row))
-        token = drawn(logits + row * stride, vocab, masses, least, peak, cool, uniform, BLOCKS, CHUNK, FULL)
+        token = drawn(logits + row * stride, vocab, masses, least, peak, cool, uniform, BLOCKS, CHUNK)
         finished(token, out_id, seats, counts, vocab, row)
