@@ -1,4 +1,5 @@
-"""Logits against transformers' independent implementations, in float32, at the exact widths of each family.
+"""Logits against transformers' independent implementations, at the exact widths of each family: float32 on the CPU,
+bfloat16 through the kernels on a GPU.
 
 transformers has no MiniCPM 1/2/4; Granite with its four multipliers computes exactly muP.
 """
@@ -70,13 +71,23 @@ LLAMA = {
 }  # fmt: skip
 
 
-def weights_of(model: torch.nn.Module, tie: bool) -> dict[str, Tensor]:
-    """Random weights of a size that keeps every layer's signal: transformers' own start would hide mistakes."""
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def place(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def weights_of(model: torch.nn.Module, tie: bool, place: str = "cpu") -> dict[str, Tensor]:
+    """Random weights of a size that keeps every layer's signal: transformers' own start would hide mistakes.
+
+    For a GPU they are rounded to what bfloat16 holds, so that only the arithmetic differs.
+    """
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, p in model.named_parameters():
             mean = 1.0 if "norm" in name else 0.0
             p.copy_(mean + torch.randn(p.shape, generator=generator) * (0.2 if p.ndim == 1 else p.shape[-1] ** -0.5))
+            if place == "cuda":
+                p.copy_(p.bfloat16())
     state = {k: v.detach() for k, v in model.state_dict().items()}
     return {k: v for k, v in state.items() if not (tie and k == "lm_head.weight")}
 
@@ -90,13 +101,22 @@ def reference_logits(model: torch.nn.Module, tokens: list[int]) -> Tensor:
         return model(torch.tensor([tokens])).logits[0]
 
 
-def check(raw: dict[str, Any], model: torch.nn.Module, bound: float = 1e-5) -> None:
+def check(raw: dict[str, Any], model: torch.nn.Module, place: str) -> None:
     cfg = ModelConfig.from_hf(raw)
-    decoder = decoder_of(cfg, weights_of(model, cfg.tie))
-    expected = reference_logits(model, ids())
-    assert relative_error(all_logits(decoder, ids()), expected) <= bound
-    assert relative_error(all_logits(decoder, ids(), [9, 1, 1, 7, 3]), expected) <= bound
+    compare(cfg, weights_of(model, cfg.tie, place), reference_logits(model, ids()), place)
     assert cfg.parameters == sum(p.numel() for p in model.parameters())
+
+
+def compare(cfg: ModelConfig, tensors: dict[str, Tensor], expected: Tensor, place: str) -> None:
+    """A whole prompt, then chunks and single tokens; on a GPU also that the likeliest token is the same one."""
+    dtype, bound = (torch.float32, 1e-5) if place == "cpu" else (torch.bfloat16, 2e-2)
+    decoder = decoder_of(cfg, tensors, dtype, place)
+    for chunks in (None, [9, 1, 1, 7, 3]):
+        logits = all_logits(decoder, ids(), *([chunks] if chunks else [])).cpu()
+        assert relative_error(logits, expected) <= bound
+        top = expected.topk(2, -1).values
+        sure = top[:, 0] - top[:, 1] > 2 * bound * expected.abs().amax(-1)
+        assert torch.equal(logits.argmax(-1)[sure], expected.argmax(-1)[sure])
 
 
 def llama_like(raw: dict[str, Any]) -> dict[str, Any]:
@@ -106,7 +126,7 @@ def llama_like(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", GRANITE)
-def test_mup_equals_granite(name: str) -> None:
+def test_mup_equals_granite(name: str, place: str) -> None:
     raw = GRANITE[name]
     keys = llama_like(raw) | {"tie_word_embeddings": raw.get("tie_word_embeddings", True)}
     head_dim = raw.get("head_dim", raw["hidden_size"] // raw["num_attention_heads"])
@@ -117,17 +137,17 @@ def test_mup_equals_granite(name: str) -> None:
         logits_scaling=raw["hidden_size"] / 256,
         attention_multiplier=head_dim**-0.5,
     )
-    check(raw, transformers.GraniteForCausalLM(granite).eval())
+    check(raw, transformers.GraniteForCausalLM(granite).eval(), place)
 
 
 @pytest.mark.parametrize("name", LLAMA)
-def test_llama_format_equals_llama(name: str) -> None:
+def test_llama_format_equals_llama(name: str, place: str) -> None:
     raw = LLAMA[name]
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**llama_like(raw))).eval()
-    check(raw, model)
+    check(raw, model, place)
 
 
-def test_mla_equals_minicpm3() -> None:
+def test_mla_equals_minicpm3(place: str) -> None:
     raw = config(
         "MiniCPM3ForCausalLM", 2560, 6400, 40, 40, q_lora_rank=768, kv_lora_rank=256, qk_nope_head_dim=64,
         qk_rope_head_dim=32, max_position_embeddings=32768, tie_word_embeddings=True, **MUP,
@@ -138,10 +158,10 @@ def test_mla_equals_minicpm3() -> None:
     model = transformers.MiniCPM3ForCausalLM(
         transformers.MiniCPM3Config(**keys, attn_implementation="eager", v_head_dim=64)
     )
-    check(raw, model.eval())
+    check(raw, model.eval(), place)
 
 
-def test_moe_equals_mixtral() -> None:
+def test_moe_equals_mixtral(place: str) -> None:
     raw = config(
         "MiniCPMForCausalLM", 576, 1440, 9, 9, num_experts=8, num_experts_per_tok=2, tie_word_embeddings=True,
         scale_emb=1, scale_depth=math.sqrt(LAYERS), dim_model_base=576,
@@ -149,9 +169,8 @@ def test_moe_equals_mixtral() -> None:
     keys = llama_like(raw) | {"num_local_experts": 8, "rope_theta": 10000.0}
     model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**keys, sliding_window=None)).eval()
     cfg = ModelConfig.from_hf(raw)
-    tensors = as_minicpm_moe(weights_of(model, tie=True))
-    expected = reference_logits(model, ids())
-    assert relative_error(all_logits(decoder_of(cfg, tensors), ids(), [20, 1]), expected) <= 1e-5
+    tensors = as_minicpm_moe(weights_of(model, tie=True, place=place))
+    compare(cfg, tensors, reference_logits(model, ids()), place)
     assert cfg.parameters == sum(p.numel() for p in model.parameters())
 
 
