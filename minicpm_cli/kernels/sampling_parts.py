@@ -9,7 +9,7 @@ EDGES: tl.constexpr = tl.constexpr(16)
 PIVOTS: tl.constexpr = tl.constexpr(8)
 PART: tl.constexpr = tl.constexpr(128)
 FEW: tl.constexpr = tl.constexpr(128)
-TILE: tl.constexpr = tl.constexpr(512)
+TILE: tl.constexpr = tl.constexpr(256)
 FIXED: tl.constexpr = tl.constexpr(float(2**44))  # int64 holds the sum of 131,072 masses of 1, in any order the same
 
 
@@ -137,8 +137,8 @@ def threshold(near, count, peak, cool, unit, goal, low, high):
         lane = tl.arange(0, FEW)
         x = tl.load(near + lane, mask=lane < count, other=-float("inf"))
         masses = fixed(x, lane < count, peak, cool, unit)
-        for start in range(0, count, FEW // 4):
-            some = start + tl.arange(0, FEW // 4)
+        for start in range(0, count, FEW // 8):
+            some = start + tl.arange(0, FEW // 8)
             one = tl.load(near + some, mask=some < count, other=-float("inf"))
             reached = tl.sum(tl.where(x[None, :] >= one[:, None], masses[None, :], 0), 1).to(tl.float64) / FIXED
             keys = tl.where((reached >= goal) & (some < count), key_of(one).to(tl.int64), low)
