@@ -200,8 +200,8 @@ def _row(
     found: Perplexity,
     seconds: float,
 ) -> QualityRow:
-    checkpoint, kv_format = model.checkpoint, _kv_format(load, decoder)
-    scheme = checkpoint.scheme(dtype_name(decoder.dtype)) + (f", {kv_format.name} KV" if kv_format.quantized else "")
+    checkpoint = model.checkpoint
+    scheme = _kv_format(load, decoder).beside(checkpoint.scheme(dtype_name(decoder.dtype)))
     size = None if checkpoint.load != AS_STORED else file_bytes(checkpoint.path)
     return QualityRow(
         setting=machine.setting_for(decoder.device, model.name, scheme),

@@ -26,8 +26,9 @@ class LayerCache:
 
 
 LARGEST = MappingProxyType({torch.float8_e4m3fn: 448.0, torch.int8: 127.0})
-# What fp8 may make of a row's largest magnitude: its seven largest codes. Taking the best of the seven for each row
-# instead of always the first, the demo model loses 0.4 % of perplexity instead of 0.7 %.
+# What fp8 may make of a row's largest magnitude: its seven largest codes, of which each row takes the best. With the
+# first for all, the demo model in bf16 is 8.4e-3 nats a token (KL) from the one with a bf16 cache; so it is 5.6e-3, and
+# with int8 2.7e-3.
 FP8_PEAKS = (448.0, 416.0, 384.0, 352.0, 320.0, 288.0, 256.0)
 
 

@@ -24,6 +24,7 @@ from minicpm_cli.llm.opening import Opened, open_engine, plan_engine, refuse_lat
 from minicpm_cli.llm.prompter import Prompter
 from minicpm_cli.llm.watch import Watch
 from minicpm_cli.model.config import ModelConfig
+from minicpm_cli.model.kv_format import KVFormat
 from minicpm_cli.settings import LoadOptions
 from minicpm_cli.text.detok import TextSink
 from minicpm_cli.types import Event, Request, SamplingParams
@@ -69,7 +70,8 @@ class LLM:
         opened = open_engine(options, plan, checkpoint, device, dtype, on_progress, cache)
         info = _info(prompter, files, opened, plan, time.monotonic() - begun)
         notes = _notes(options, checkpoint.cfg, trained, device)
-        return cls(prompter, opened.engine, replace(info, notes=notes), opened.watch)
+        scheme = KVFormat.of(options.kv_dtype, dtype_name(dtype)).beside(info.scheme)
+        return cls(prompter, opened.engine, replace(info, scheme=scheme, notes=notes), opened.watch)
 
     def prompt(self, request: Request) -> list[int]:
         return self._prompter.prompt(request)

@@ -34,6 +34,10 @@ class KVFormat:
     def element_bytes(self) -> int:
         return _ELEMENT_BYTES[self.name]
 
+    def beside(self, scheme: str) -> str:
+        """The scheme of a model's weights, with the cache's where it is a choice of its own."""
+        return f"{scheme}, {self.name} KV" if self.quantized else scheme
+
     def bytes_per_token(self, cfg: ModelConfig) -> int:
         """Bytes that a token adds to the cache over all layers, scales included."""
         scales = cfg.layers * heads_per_token(cfg) * SCALE_BYTES if self.quantized else 0

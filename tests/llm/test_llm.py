@@ -252,6 +252,16 @@ def test_facts(load) -> None:
     assert info.load_seconds > 0
 
 
+@pytest.mark.parametrize("kv_dtype", ["fp8", "int8"])
+def test_a_cache_of_codes(load, kv_dtype: str) -> None:
+    plain, coded = load(ctx=64), load(ctx=64, kv_dtype=kv_dtype)
+    assert coded.info.scheme == f"fp32, {kv_dtype} KV"
+    a_token = coded.info.cache_bytes / (coded.info.cache_tokens + 16)  # and the dummy page
+    assert a_token < 0.3 * plain.info.cache_bytes / (plain.info.cache_tokens + 16)
+    events = list(coded.stream([ask(), ask("b", max_tokens=20)]))
+    assert [e.finish for e in events if e.finish] == ["length", "length"]
+
+
 def test_the_cpu_is_announced_where_it_was_not_chosen(load, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert any("no GPU" in note for note in load(device="auto").info.notes)
