@@ -70,6 +70,12 @@ __device__ __forceinline__ float half_to_float(u16 bits) {
 }
 __device__ __forceinline__ float plain(u16 bits) { return HALF ? half_to_float(bits) : __uint_as_float((u32)bits << 16); }
 
+// (word & mask) | magic in one instruction, of which only one operand may be a constant.
+__device__ __forceinline__ u32 number(u32 word, u32 mask, u32 magic) {
+    u32 d;
+    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(d) : "r"(word), "r"(mask), "r"(magic));
+    return d;
+}
 __device__ __forceinline__ u32 address(const void *p) { return (u32)__cvta_generic_to_shared(p); }
 __device__ __forceinline__ void request(u32 to, const u8 *from, bool valid) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
@@ -110,7 +116,7 @@ struct Part {
     __device__ __forceinline__ int first_group() const { return begin * (STAGE / 32) / RUN; }
 };
 
-// What a thread requests: one piece of every so many rows, the same of every stage.
+// What a thread requests: one piece of every so many rows, the same of every stage. Nothing is read past the ends.
 struct Source {
     enum { W_STEP = THREADS / PIECES, X_STEP = THREADS / 16 };
     const u8 *w, *x;
@@ -131,7 +137,7 @@ struct Source {
 #pragma unroll
         for (int j = 0; j < ROWS / W_STEP; j++) {
             bool valid = inside && w_row + j * W_STEP < p.N;
-            request(to + w_to + j * (W_STEP * ROW_BYTES), valid ? from : p.weight, valid);
+            request(to + w_to + j * (W_STEP * ROW_BYTES), from, valid);
             from += W_STEP * bytes;
         }
     }
@@ -142,7 +148,7 @@ struct Source {
         for (int j = 0; j < (NT + X_STEP - 1) / X_STEP; j++) {
             if (NT % X_STEP && threadIdx.x / 16 + j * X_STEP >= NT) break;
             bool valid = inside && x_row + j * X_STEP < p.T;
-            request(to + x_to + j * (X_STEP * 128), valid ? from : p.x, valid);
+            request(to + x_to + j * (X_STEP * 128), from, valid);
             from += X_STEP * p.stride;
         }
     }
@@ -186,11 +192,11 @@ struct Scale {
         u32 t = word >> shift;
         if (SPLIT) {
             u32 top = t << 7 & 0x40004000;  // 2.0 where the eighth bit is set, 64 times which is 128
-            t = plus((t & 0x007f007f) | 0x43004300, KIND ? 0xC300C300 : 0xC380C380);  // less 128, or 256
+            t = plus(number(t, 0x007f007f, 0x43004300), KIND ? 0xC300C300 : 0xC380C380);  // less 128, or 256
             t = times_plus(top, 0x42804280, t);
             if (KIND) t = minus(t, z[i]);
         } else {
-            t = (t & (BITS == 4 ? 0x000f000f : 0x00ff00ff)) | (HALF ? 0x64006400 : 0x43004300);
+            t = number(t, BITS == 4 ? 0x000f000f : 0x00ff00ff, HALF ? 0x64006400 : 0x43004300);
             t = minus(t, KIND ? z[i] : HALF ? (BITS == 4 ? 0x64086408 : 0x64806480) : 0x43084308);
         }
         return KIND == 2 ? times_plus(t, s[i], h[i]) : times(t, s[i]);
@@ -219,9 +225,9 @@ __device__ __forceinline__ void unpack(u32 (&a)[2][4], u32 row, int key, int pie
     }
 }
 
-// Rows of x from `at` on, in wgmma's 128-byte pattern: eight of them are 1024 bytes.
-__device__ __forceinline__ u64 describe(u32 at) {
-    return (u64)1 << 62 | (u64)(1024 >> 4) << 32 | (u64)1 << 16 | (u64)((at & 0x3ffff) >> 4);
+// Rows of x, `offset` bytes from the stage at `x` / 16, in wgmma's 128-byte pattern: eight of them are 1024 bytes.
+__device__ __forceinline__ u64 describe(u32 x, u32 offset) {
+    return (u64)(1u << 30 | 1024 >> 4) << 32 | (x + (offset >> 4) | 1u << 16);
 }
 
 __device__ __forceinline__ void multiply_stage(float (&acc)[NT / 2], u32 x, u32 row, int key, int c, u32 scales, int run,
@@ -239,7 +245,7 @@ __device__ __forceinline__ void multiply_stage(float (&acc)[NT / 2], u32 x, u32 
 #pragma unroll
         for (int q = 0; q < 4; q++)
             multiply(acc, a[half][q][0], a[half][q][1], a[half][q][2], a[half][q][3],
-                     describe(x + half * (NT * 128) + q * 32));
+                     describe(x, half * (NT * 128) + q * 32));
         close_multiply();
         await_multiply<1>();
     }
@@ -323,7 +329,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, (NT > 64 ? 2 : 4) / WG > 0
         }
         close_requests();
         u32 x = ring + slot * STAGE_BYTES;
-        multiply_stage(acc, x, x + X_BYTES + row * ROW_BYTES, key, c, scales + row * 4, RUN, count, scale, stage,
+        multiply_stage(acc, x >> 4, x + X_BYTES + row * ROW_BYTES, key, c, scales + row * 4, RUN, count, scale, stage,
                        first_group);
         slot = slot + 1 == DEPTH ? 0 : slot + 1, refill = refill + 1 == DEPTH ? 0 : refill + 1;
     }
