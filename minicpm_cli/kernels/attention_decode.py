@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from minicpm_cli.kernels import attention_decode_cuda
 from minicpm_cli.kernels import attention_decode_kernels as kernels
+from minicpm_cli.kernels.attention_decode_cuda import Cut
 from minicpm_cli.kernels.cache import LayerCache
 
+Turn = tuple[Tensor, Tensor]  # cos and sin [B, 1, R/2] float32, contiguous
 LOG2_E = math.log2(math.e)
 ARRIVALS = 1 << 16  # counters, one for each row and block of heads of a launch with splits
 
@@ -31,9 +35,10 @@ class Tiling:
 class DecodeAttention:
     """The operation with its counters, which every launch leaves at zero."""
 
-    def __init__(self, device: torch.device, pdl: bool = False) -> None:
+    def __init__(self, device: torch.device, pdl: bool = False, folder: Path | None = None) -> None:
+        """`folder` keeps what NVRTC compiles. `pdl`: launches overlap the end of the kernel before them."""
         self._arrivals = torch.zeros(ARRIVALS, dtype=torch.int32, device=device)
-        self._pdl = pdl
+        self._pdl, self._folder = pdl, folder
 
     def __call__(
         self,
@@ -43,7 +48,7 @@ class DecodeAttention:
         kv_len: Tensor,  # [B] int32, at least 1
         scale: float,
         page_size: int,
-        tiling: Tiling | None = None,
+        tiling: Tiling | Cut | None = None,
     ) -> Tensor:  # [B, Hq, Dv]
         """softmax(q k^T * scale) v over each row's kv_len tokens, whatever other rows and the order of blocks."""
         history = History(cache, page_table, kv_len, page_size)
@@ -54,13 +59,13 @@ class DecodeAttention:
     def rope_store_decode(
         self,
         qkv: Tensor,  # [B, Hq + 2 Hkv, D], contiguous
-        turn: tuple[Tensor, Tensor],  # cos and sin [B, 1, R/2] float32, contiguous
+        turn: Turn,
         cache: LayerCache,
         page_table: Tensor,
         kv_len: Tensor,
         scale: float,
         page_size: int,
-        tiling: Tiling | None = None,
+        tiling: Tiling | Cut | None = None,
     ) -> Tensor:  # [B, Hq, D]
         """reference.rope_store for each row's newest token, and its attention, in one launch; qkv stays as it is."""
         history = History(cache, page_table, kv_len, page_size)
@@ -70,9 +75,12 @@ class DecodeAttention:
         return self._grouped(qkv, heads, history, scale, turn, tiling)
 
     def _multi_head(
-        self, q: Tensor, history: History, scale: float, turn: tuple[Tensor, Tensor] | None, tiling: Tiling | None
+        self, q: Tensor, history: History, scale: float, turn: Turn | None, tiling: Tiling | Cut | None
     ) -> Tensor:
         cache = history.cache
+        if isinstance(tiling, Cut):
+            table, kv_len, page = history.page_table, history.kv_len, history.page_size
+            return attention_decode_cuda.decode(q, cache, table, kv_len, scale, page, turn, tiling, self._folder)
         rows, heads, width = len(q), *cache.k.shape[2:]
         t = tiling or multi_head_tiling(rows, history)
         assert heads % t.block == 0
@@ -95,11 +103,12 @@ class DecodeAttention:
         heads: int,
         history: History,
         scale: float,
-        turn: tuple[Tensor, Tensor] | None,
-        tiling: Tiling | None,
+        turn: Turn | None,
+        tiling: Tiling | Cut | None,
     ) -> Tensor:
         cache = history.cache
         rows, (keys, width), value = len(q), cache.k.shape[2:], cache.v.shape[3]
+        assert not isinstance(tiling, Cut)
         t = tiling or grouped_tiling(rows, history)
         group, first = heads // keys, 1 << (width.bit_length() - 1)
         shared = cache.rows.shape[1] == keys  # MLA keeps no values of their own

@@ -130,6 +130,18 @@ def test_any_number_of_splits(splits: int, kernel_device: str) -> None:
     assert attend(8, 1, 64, torch.float32, kernel_device, lengths=(1, 70, 100), tiling=several) < 1e-5
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("cached", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8])
+@pytest.mark.parametrize("width", [64, 80, 128])
+@pytest.mark.parametrize(
+    ("block", "cluster", "depth", "stages"), [(1, 1, 2, 4), (4, 1, 4, 3), (2, 1, 1, 2), (1, 8, 2, 4), (2, 4, 2, 3)]
+)
+def test_hopper_kernel(block: int, cluster: int, depth: int, stages: int, width: int, cached: torch.dtype) -> None:
+    cut = attention_decode.Cut(block, cluster, 4, depth, stages)
+    dtype = torch.float16 if cached == torch.float16 else torch.bfloat16
+    assert attend(4, 4, width, dtype, "cuda", cached=cached, tiling=cut, launches=2) < TOLERANCE[dtype]
+
+
 @pytest.mark.parametrize(("heads", "keys"), [(4, 4), (8, 1)])
 def test_a_row_is_the_same_whatever_stands_beside_it(heads: int, keys: int, kernel_device: str) -> None:
     lengths = (65, 300, 1, 17)
