@@ -127,7 +127,7 @@ class DecodeAttention:
         if t.splits > 1:
             kernels.combine[(heads, rows)](
                 partials, stats, history.kv_len, out, HEADS=heads, D=value, DP=_power_of_two(value),
-                STEP=t.step, SPLITS=t.splits, CHUNK=t.chunk, PDL=self._pdl, num_warps=4, **self._launch(),
+                STEP=t.step, SPLITS=t.splits, CHUNK=t.chunk, PDL=self._pdl, num_warps=1, **self._launch(),
             )  # fmt: skip
         return out
 

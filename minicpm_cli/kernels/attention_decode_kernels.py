@@ -237,7 +237,7 @@ def _merge(
     D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """The splits' sums for heads `place`, in the order of the splits whoever came last: [BLOCK, DP], [BLOCK]."""
-    TILE: tl.constexpr = 8
+    TILE: tl.constexpr = 16 if SPLITS > 8 else 8  # a round of loads and barriers takes 2 us
     top = tl.full([BLOCK], LOWEST, tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     mixed = tl.zeros([BLOCK, DP], tl.float32)
