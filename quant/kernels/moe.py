@@ -13,6 +13,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from quant.kernels import rows_cuda
 from quant.kernels.layout import DeviceInt
 from quant.kernels.moe_kernel import experts_kernel
 from quant.kernels.moe_route import combine_kernel, route_kernel
@@ -20,6 +21,7 @@ from quant.kernels.rows_triton import KINDS, dependent, supported, target
 from quant.layers.around import Gate
 
 ROUTE_BLOCK = 64
+CUDA_EXPERTS = False
 ENOUGH_BLOCKS = 264  # two for each multiprocessor of an H200
 
 
@@ -84,6 +86,8 @@ def _products(
     experts: int,
     gate: Gate | None,
 ) -> Tensor:  # [parts, T * active, N]
+    if CUDA_EXPERTS and isinstance(weights, DeviceInt) and rows_cuda.supported(weights, x.dtype):
+        return _packed_products(x, routing, weights, experts, gate)[None]
     pairs = routing.order.shape[0]
     plain = isinstance(weights, Tensor)
     matrix = weights.flatten(0, 1) if isinstance(weights, Tensor) else weights.words
@@ -102,6 +106,19 @@ def _products(
         GATE=gate.kind if gate else "", **_form(weights, x, block), BN=block.rows, BT=block.batch, BK=block.columns,
         STAGES=block.stages, num_warps=block.warps, **dependent(x),
     )  # fmt: skip
+    return out
+
+
+def _packed_products(
+    x: Tensor, routing: Routing, w: DeviceInt, experts: int, gate: Gate | None
+) -> Tensor:  # [T * active, N]
+    pairs = len(routing.order)
+    out = x.new_empty(pairs, w.N // experts // (2 if gate else 1))
+    form = rows_cuda.choose_experts(pairs, experts, w, x.dtype, gate)
+    around = rows_cuda.Around(
+        gate=gate, order=routing.order, starts=routing.starts, active=routing.active if gate else 0
+    )
+    rows_cuda.launch(form, x, w, out, min(experts, pairs) + pairs // form.batch, around, None)
     return out
 
 

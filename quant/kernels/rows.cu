@@ -9,12 +9,16 @@
 // that computes x still runs. In shared memory pieces of 16 bytes are exchanged (xor) so that eight rows' pieces lie in
 // different banks; for x that is wgmma's 128-byte pattern, two halves of 64 columns a stage.
 //
+// With a GATE the upper half of a block's rows are gate rows, the lower half the up rows of the same outputs. With
+// EXPERTS the rows of x are those of one expert, first_t on in the experts' order, and W is that expert's.
+//
 // Set by the compiler's options: BITS, HALF (x is float16, else bfloat16), SCALE (0 float16, 1 bfloat16, 2 float32),
-// KIND (0 middle, 1 zero points, 2 shifts), RUN (columns under one scale, in units of 32), NT, WG, PARTS, DEPTH; and
-// before this text `multiply(acc, a0, a1, a2, a3, x)`, a wgmma of 64 x NT x 16.
+// KIND (0 middle, 1 zero points, 2 shifts), RUN (columns under one scale, in units of 32), NT, WG, PARTS, DEPTH,
+// GATE (0 none, 1 silu, 2 relu), EXPERTS (0 or 1); and before this text `multiply(acc, a0, a1, a2, a3, x)`, a wgmma of 64 x NT x 16.
 
 enum { ROWS = 64 * WG, THREADS = 128 * WG, STAGE = 128, ROW_BYTES = STAGE * BITS / 8, PIECES = ROW_BYTES / 16 };
 enum { X_BYTES = NT * STAGE * 2, STAGE_BYTES = X_BYTES + ROWS * ROW_BYTES, AHEAD = DEPTH - 2, LINE = ROWS + 4 };
+enum { OUTPUTS = GATE ? ROWS / 2 : ROWS };  // of a block
 static_assert(DEPTH >= 3, "a stage is refilled two stages after it was multiplied");
 constexpr float MIDDLE = BITS == 4 ? 8.f : 128.f;
 // What a code is above its value when it is read as a number: 2^7 + c in bfloat16, 2^10 + c in float16. 8 bits do not
@@ -27,8 +31,10 @@ struct Params {
     const float *shift;
     const u8 *x, *onto;
     u8 *out;
-    int N, K, groups, T, stride;  // bytes from row to row of x
-    float alpha;
+    const int *order, *starts;  // pairs (token * active + place) by expert, and where each expert's begin
+    int N, K, groups, T, stride;  // N: outputs, half as many as rows of W behind a gate; bytes from row to row of x
+    int experts, active;  // active 0: x is in the experts' order itself
+    float alpha, threshold;
 };
 
 #if HALF
@@ -106,49 +112,71 @@ __device__ __forceinline__ void meet_cluster() {
 
 // The block's part of the work.
 struct Part {
-    int first_n, first_t, begin, end, rank;
+    int first_n, first_t, end_t, begin, end, rank;
+    long long first_row;  // of W
     __device__ __forceinline__ Part(const Params &p) {
-        int tile = blockIdx.x / PARTS, tiles = (p.N + ROWS - 1) / ROWS, stages = (p.K + STAGE - 1) / STAGE;
-        rank = blockIdx.x % PARTS;
-        first_n = tile % tiles * ROWS, first_t = tile / tiles * NT;
-        begin = rank * stages / PARTS, end = (rank + 1) * stages / PARTS;
+        int tile = blockIdx.x / PARTS, tiles = (p.N + OUTPUTS - 1) / OUTPUTS, stages = (p.K + STAGE - 1) / STAGE;
+        rank = blockIdx.x % PARTS, begin = rank * stages / PARTS, end = (rank + 1) * stages / PARTS;
+        first_n = tile % tiles * OUTPUTS, first_t = tile / tiles * NT, end_t = p.T, first_row = first_n;
+        if (EXPERTS) {
+            int expert = 0, block = tile / tiles, blocks = 0;
+            for (; expert < p.experts; expert++, block -= blocks) {
+                first_t = p.starts[expert], end_t = p.starts[expert + 1], blocks = (end_t - first_t + NT - 1) / NT;
+                if (block < blocks) break;
+            }
+            first_t = expert < p.experts ? first_t + block * NT : end_t;  // none is left
+            first_row += (long long)expert * p.N * (GATE ? 2 : 1);
+        }
+    }
+    // How far W's row for the block's row `local` is from its first, and whether it is one of its outputs.
+    __device__ __forceinline__ int apart(const Params &p, int local) const {
+        return GATE && local >= OUTPUTS ? local + p.N - OUTPUTS : local;
+    }
+    __device__ __forceinline__ bool inside(const Params &p, int local) const {
+        return first_n + (GATE && local >= OUTPUTS ? local - OUTPUTS : local) < p.N;
     }
     __device__ __forceinline__ int first_group() const { return begin * (STAGE / 32) / RUN; }
 };
 
 // What a thread requests: one piece of every so many rows, the same of every stage. Nothing is read past the ends.
 struct Source {
-    enum { W_STEP = THREADS / PIECES, X_STEP = THREADS / 16 };
-    const u8 *w, *x;
-    int w_row, w_piece, w_to, x_row, x_piece, x_to;
+    enum { W_STEP = THREADS / PIECES, X_STEP = THREADS / 16, X_COUNT = (NT + X_STEP - 1) / X_STEP };
+    const u8 *w, *x, *gathered[EXPERTS ? X_COUNT : 1];
+    int w_local, w_piece, w_to, x_row, x_piece, x_to;
     __device__ __forceinline__ Source(const Params &p, const Part &part) {
-        int row = threadIdx.x / PIECES, t = threadIdx.x / 16, half = threadIdx.x / 8 % 2;
-        w_row = part.first_n + row, w_piece = threadIdx.x % PIECES * 16;
-        w = p.weight + (long long)w_row * (p.K / 8 * BITS) + w_piece;
-        w_to = X_BYTES + row * ROW_BYTES + (threadIdx.x % PIECES ^ (BITS == 4 ? row >> 1 & 3 : row & 7)) * 16;
+        int t = threadIdx.x / 16, half = threadIdx.x / 8 % 2;
+        w_local = threadIdx.x / PIECES, w_piece = threadIdx.x % PIECES * 16;
+        w = p.weight + (part.first_row + w_local) * (p.K / 8 * BITS) + w_piece;
+        int key = BITS == 4 ? w_local >> 1 & 3 : w_local & 7;
+        w_to = X_BYTES + w_local * ROW_BYTES + (threadIdx.x % PIECES ^ key) * 16;
         x_row = part.first_t + t, x_piece = threadIdx.x % 16 * 8;
         x = p.x + (long long)x_row * p.stride + x_piece * 2;
         x_to = half * (NT * 128) + t * 128 + (threadIdx.x % 8 ^ t & 7) * 16;
+        if (EXPERTS)
+            for (int j = 0; j < X_COUNT; j++) {
+                int row = min(x_row + j * X_STEP, part.end_t - 1);
+                gathered[j] = p.x + (long long)(p.active ? p.order[row] / p.active : row) * p.stride + x_piece * 2;
+            }
     }
-    __device__ __forceinline__ void load_w(u32 to, const Params &p, int stage) const {
+    __device__ __forceinline__ void load_w(u32 to, const Params &p, const Part &part, int stage) const {
         int bytes = p.K / 8 * BITS;
         bool inside = stage * ROW_BYTES + w_piece < bytes;
         const u8 *from = w + stage * ROW_BYTES;
 #pragma unroll
         for (int j = 0; j < ROWS / W_STEP; j++) {
-            bool valid = inside && w_row + j * W_STEP < p.N;
+            bool valid = inside && part.inside(p, w_local + j * W_STEP);
             request(to + w_to + j * (W_STEP * ROW_BYTES), from, valid);
-            from += W_STEP * bytes;
+            from += (part.apart(p, w_local + (j + 1) * W_STEP) - part.apart(p, w_local + j * W_STEP)) * (long long)bytes;
         }
     }
-    __device__ __forceinline__ void load_x(u32 to, const Params &p, int stage) const {
+    __device__ __forceinline__ void load_x(u32 to, const Params &p, const Part &part, int stage) const {
         bool inside = stage * STAGE + x_piece < p.K;
         const u8 *from = x + stage * (STAGE * 2);
 #pragma unroll
-        for (int j = 0; j < (NT + X_STEP - 1) / X_STEP; j++) {
+        for (int j = 0; j < X_COUNT; j++) {
             if (NT % X_STEP && threadIdx.x / 16 + j * X_STEP >= NT) break;
-            bool valid = inside && x_row + j * X_STEP < p.T;
-            request(to + x_to + j * (X_STEP * 128), from, valid);
+            bool valid = inside && x_row + j * X_STEP < part.end_t;
+            request(to + x_to + j * (X_STEP * 128), EXPERTS ? gathered[j] + stage * (STAGE * 2) : from, valid);
             from += X_STEP * p.stride;
         }
     }
@@ -160,7 +188,8 @@ __device__ __forceinline__ void load_scales(u32 to, const Params &p, const Part 
 #pragma unroll 2
     for (int i = threadIdx.x; i < ROWS * count; i += THREADS) {
         int row = i / count, group = i % count;
-        long long at = (long long)min(part.first_n + row, p.N - 1) * p.groups + min(first + group, p.groups - 1);
+        int apart = part.inside(p, row) ? part.apart(p, row) : 0;
+        long long at = (part.first_row + apart) * p.groups + min(first + group, p.groups - 1);
         float s = SCALE == 0   ? half_to_float(((const u16 *)p.scale)[at])
                   : SCALE == 1 ? __uint_as_float((u32)((const u16 *)p.scale)[at] << 16)
                                : ((const float *)p.scale)[at];
@@ -251,23 +280,37 @@ __device__ __forceinline__ void multiply_stage(float (&acc)[NT / 2], u32 x, u32 
     }
 }
 
-// Sums of all parts for every PARTS-th row of x, with what is around the product.
+// Four neighbouring outputs of row t, the sums of all parts, always in the same order.
+__device__ __forceinline__ float4 sum(u32 sums, int t, int n) {
+    float4 v = make_float4(0, 0, 0, 0);
+#pragma unroll
+    for (int rank = 0; rank < PARTS; rank++) {
+        float4 w;
+        u32 at = sums + (t * LINE + n) * 4;
+        if (PARTS > 1) asm("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(at) : "r"(rank));
+        asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+                     : "=f"(w.x), "=f"(w.y), "=f"(w.z), "=f"(w.w)
+                     : "r"(at)
+                     : "memory");
+        v.x += w.x, v.y += w.y, v.z += w.z, v.w += w.w;
+    }
+    return v;
+}
+__device__ __forceinline__ float gated(float gate, float up, float threshold) {
+    return (GATE == 1 ? gate / (1.f + __expf(-gate)) : gate >= threshold ? gate : 0.f) * up;
+}
+
+// Every PARTS-th row of x with what is around the product.
 __device__ __forceinline__ void finish(u32 sums, const Params &p, const Part &part) {
 #pragma unroll 1
-    for (int i = threadIdx.x; i < (NT + PARTS - 1) / PARTS * (ROWS / 4); i += THREADS) {
-        int t = i / (ROWS / 4) * PARTS + part.rank, n = i % (ROWS / 4) * 4;
-        if (t >= NT || part.first_t + t >= p.T) continue;
-        float v[4] = {0, 0, 0, 0};
-#pragma unroll
-        for (int rank = 0; rank < PARTS; rank++) {
-            float w[4];
-            u32 at = sums + (t * LINE + n) * 4;
-            if (PARTS > 1) asm("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(at) : "r"(rank));
-            asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-                         : "=f"(w[0]), "=f"(w[1]), "=f"(w[2]), "=f"(w[3])
-                         : "r"(at)
-                         : "memory");
-            v[0] += w[0], v[1] += w[1], v[2] += w[2], v[3] += w[3];
+    for (int i = threadIdx.x; i < (NT + PARTS - 1) / PARTS * (OUTPUTS / 4); i += THREADS) {
+        int t = i / (OUTPUTS / 4) * PARTS + part.rank, n = i % (OUTPUTS / 4) * 4;
+        if (t >= NT || part.first_t + t >= part.end_t) continue;
+        float4 v = sum(sums, t, n);
+        if (GATE) {
+            float4 up = sum(sums, t, n + OUTPUTS);
+            v.x = gated(v.x, up.x, p.threshold), v.y = gated(v.y, up.y, p.threshold);
+            v.z = gated(v.z, up.z, p.threshold), v.w = gated(v.w, up.w, p.threshold);
         }
         n += part.first_n;
         long long at = (long long)(part.first_t + t) * p.N + n;
@@ -276,12 +319,14 @@ __device__ __forceinline__ void finish(u32 sums, const Params &p, const Part &pa
         if (p.N % 4 == 0) {
             if (n >= p.N) continue;
             ushort4 old = p.onto ? *(const ushort4 *)onto : make_ushort4(0, 0, 0, 0);
-            u32 low = pack_pair(fmaf(p.alpha, v[0], plain(old.x)), fmaf(p.alpha, v[1], plain(old.y)));
-            u32 high = pack_pair(fmaf(p.alpha, v[2], plain(old.z)), fmaf(p.alpha, v[3], plain(old.w)));
+            u32 low = pack_pair(fmaf(p.alpha, v.x, plain(old.x)), fmaf(p.alpha, v.y, plain(old.y)));
+            u32 high = pack_pair(fmaf(p.alpha, v.z, plain(old.z)), fmaf(p.alpha, v.w, plain(old.w)));
             *(uint2 *)out = make_uint2(low, high);
         } else {
-            for (int j = 0; j < 4 && n + j < p.N; j++)
-                out[j] = (u16)pack_pair(fmaf(p.alpha, v[j], p.onto ? plain(onto[j]) : 0.f), 0.f);
+            float each[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+            for (int j = 0; j < 4; j++)
+                if (n + j < p.N) out[j] = (u16)pack_pair(fmaf(p.alpha, each[j], p.onto ? plain(onto[j]) : 0.f), 0.f);
         }
     }
 }
@@ -290,27 +335,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, (NT > 64 ? 2 : 4) / WG > 0
     rows(const __grid_constant__ Params p) {
     extern __shared__ u8 raw[];
     u32 ring = (address(raw) + 1023) & ~1023u;
-    Part part(p);
-    Source source(p, part);
     int lane = threadIdx.x % 32, c = lane % 4, row = threadIdx.x / 32 * 16 + lane / 4;
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    if (EXPERTS) asm volatile("griddepcontrol.wait;" ::: "memory");  // which weights are needed is computed, too
+    Part part(p);
+    if (EXPERTS && part.first_t >= part.end_t) return;
+    Source source(p, part);
 #pragma unroll 1
     for (int i = 0; i < AHEAD; i++) {
-        if (part.begin + i < part.end) source.load_w(ring + i * STAGE_BYTES, p, part.begin + i);
+        if (part.begin + i < part.end) source.load_w(ring + i * STAGE_BYTES, p, part, part.begin + i);
         close_requests();
     }
-    if (threadIdx.x < ROWS) {  // the rest of W only as far as the L2 cache
+    if (threadIdx.x < ROWS && part.inside(p, threadIdx.x)) {  // the rest of W only as far as the L2 cache
         int bytes = p.K / 8 * BITS, from = (part.begin + AHEAD) * ROW_BYTES, size = min(part.end * ROW_BYTES, bytes) - from;
-        const u8 *at = p.weight + (long long)min(part.first_n + (int)threadIdx.x, p.N - 1) * bytes + from;
+        const u8 *at = p.weight + (part.first_row + part.apart(p, threadIdx.x)) * bytes + from;
         if (size > 0) asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(at), "r"(size) : "memory");
     }
     u32 scales = ring + (DEPTH * STAGE_BYTES > NT * LINE * 4 ? DEPTH * STAGE_BYTES : NT * LINE * 4);
     int first_group = part.first_group(), count = ((part.end * 4 - 1) / RUN) - first_group + 1;
     load_scales(scales, p, part, count);
-    asm volatile("griddepcontrol.wait;" ::: "memory");
+    if (!EXPERTS) asm volatile("griddepcontrol.wait;" ::: "memory");
 #pragma unroll 1
     for (int i = 0; i < AHEAD; i++) {
-        if (part.begin + i < part.end) source.load_x(ring + i * STAGE_BYTES, p, part.begin + i);
+        if (part.begin + i < part.end) source.load_x(ring + i * STAGE_BYTES, p, part, part.begin + i);
         close_requests();
     }
     float acc[NT / 2];
@@ -324,8 +371,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, (NT > 64 ? 2 : 4) / WG > 0
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
         __syncthreads();
         if (stage + AHEAD < part.end) {
-            source.load_w(ring + refill * STAGE_BYTES, p, stage + AHEAD);
-            source.load_x(ring + refill * STAGE_BYTES, p, stage + AHEAD);
+            source.load_w(ring + refill * STAGE_BYTES, p, part, stage + AHEAD);
+            source.load_x(ring + refill * STAGE_BYTES, p, part, stage + AHEAD);
         }
         close_requests();
         u32 x = ring + slot * STAGE_BYTES;

@@ -6,15 +6,18 @@ import ctypes
 import functools
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from quant.kernels import nvrtc
 from quant.kernels.layout import DeviceInt
+from quant.layers.around import Gate
 
 SOURCE = Path(__file__).with_name("rows.cu")
 SCALES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
+GATES = {"silu": 1, "relu": 2}
 STAGE = 128  # columns
 SHARED_BYTES = 227 << 10  # that a block may have on Hopper
 BLOCK_BYTES = 110 << 10  # that it is given, so that another finds room beside it
@@ -33,12 +36,17 @@ class Parameters(ctypes.Structure):
         ("x", ctypes.c_void_p),
         ("onto", ctypes.c_void_p),
         ("out", ctypes.c_void_p),
+        ("order", ctypes.c_void_p),
+        ("starts", ctypes.c_void_p),
         ("N", ctypes.c_int),
         ("K", ctypes.c_int),
         ("groups", ctypes.c_int),
         ("T", ctypes.c_int),
         ("stride", ctypes.c_int),
+        ("experts", ctypes.c_int),
+        ("active", ctypes.c_int),
         ("alpha", ctypes.c_float),
+        ("threshold", ctypes.c_float),
     )
 
 
@@ -55,15 +63,21 @@ class Form:
     warp_groups: int  # of 64 rows of W each in a block
     parts: int  # of the columns, a block each: a cluster of at most 8
     depth: int  # stages of the ring
+    gate: int = 0
+    experts: bool = False
 
     @property
     def options(self) -> tuple[str, ...]:
-        names = ("BITS", "HALF", "SCALE", "KIND", "RUN", "NT", "WG", "PARTS", "DEPTH")
+        names = ("BITS", "HALF", "SCALE", "KIND", "RUN", "NT", "WG", "PARTS", "DEPTH", "GATE", "EXPERTS")
         return tuple(f"-D{name}={int(value)}" for name, value in zip(names, astuple(self), strict=True))
 
     @property
     def rows(self) -> int:
         return 64 * self.warp_groups
+
+    @property
+    def outputs(self) -> int:
+        return self.rows // 2 if self.gate else self.rows
 
     def shared_bytes(self, k: int, groups: int) -> int:
         ring = self.depth * (self.batch * STAGE * 2 + self.rows * STAGE * self.bits // 8)
@@ -110,51 +124,92 @@ def supported(w: DeviceInt, dtype: torch.dtype) -> bool:
     return fits and dtype in (torch.bfloat16, torch.float16) and unavailable(w.words.device) is None
 
 
-def form_of(w: DeviceInt, dtype: torch.dtype, batch: int, warp_groups: int, parts: int, depth: int) -> Form:
+def form_of(
+    w: DeviceInt,
+    dtype: torch.dtype,
+    batch: int,
+    warp_groups: int,
+    parts: int,
+    depth: int = 3,
+    gate: Gate | None = None,
+) -> Form:
     kind = 2 if w.shift is not None else 0 if w.zero is None else 1
     run = WHOLE_ROW if w.group == w.K else w.group // 32
-    return Form(w.bits, dtype == torch.float16, SCALES[w.scale.dtype], kind, run, batch, warp_groups, parts, depth)
+    bits = w.bits, dtype == torch.float16, SCALES[w.scale.dtype], kind, run
+    return Form(*bits, batch, warp_groups, parts, depth, GATES[gate.kind] if gate else 0)
 
 
 def product(
     x: Tensor,  # [T, K]
     w: DeviceInt,
-    onto: Tensor | None = None,  # [T, N]
+    onto: Tensor | None = None,  # [T, N], or N/2 behind a gate
     alpha: float = 1.0,
     folder: Path | None = None,
+    gate: Gate | None = None,
     form: Form | None = None,
 ) -> Tensor:  # [T, N]
-    """onto + alpha * x @ W^T; `form`: another than `choose` would take."""
-    if len(x) == 0:
-        return x.new_empty(0, w.N)
-    return _run(form or choose(len(x), w, x.dtype), x, w, onto, alpha, folder)
+    """onto + alpha * gate(x @ W^T); `form`: another than `choose` would take."""
+    out = x.new_empty(len(x), w.N // 2 if gate else w.N)
+    if len(x):
+        form = form or choose(len(x), w, x.dtype, gate)
+        launch(form, x, w, out, -(-len(x) // form.batch), Around(onto, alpha, gate), folder)
+    return out
 
 
-def choose(rows: int, w: DeviceInt, dtype: torch.dtype) -> Form:
+class Around(NamedTuple):
+    """What the product stands in: a sum, a gate, a mixture of experts."""
+
+    onto: Tensor | None = None
+    alpha: float = 1.0
+    gate: Gate | None = None
+    order: Tensor | None = None  # [pairs] int32: pairs (token * active + place), sorted by expert
+    starts: Tensor | None = None  # [experts + 1] int32: where each expert's pairs begin in `order`
+    active: int = 0  # 0: x is in the experts' order itself
+
+
+def choose(rows: int, w: DeviceInt, dtype: torch.dtype, gate: Gate | None = None) -> Form:
     """The form by the sizes, as measured on an H200."""
     batch = next(b for b in (16, 32, 48, 64) if b >= min(rows, 64))
     warp_groups = 2
     tiles = -(-w.N // (64 * warp_groups)) * -(-rows // batch)
     parts = max(1, min(PROCESSORS // tiles, 8, -(-w.K // STAGE) // 3))
-    form = form_of(w, dtype, batch, warp_groups, parts, 8)
+    return _deep(form_of(w, dtype, batch, warp_groups, parts, gate=gate), w)
+
+
+def choose_experts(pairs: int, experts: int, w: DeviceInt, dtype: torch.dtype, gate: Gate | None) -> Form:
+    """For `pairs` of a token and an expert; `w` holds all experts' rows."""
+    most = -(-pairs // min(experts, pairs))
+    batch = next(b for b in (8, 16, 32, 48, 64) if b >= min(most + most // 3, 64))
+    tiles = w.N // experts // 64 * min(experts, pairs)
+    parts = max(1, min(2 * PROCESSORS // tiles, 8, -(-w.K // STAGE) // 3))
+    return replace(_deep(form_of(w, dtype, batch, 1, parts, gate=gate), w), experts=True)
+
+
+def _deep(form: Form, w: DeviceInt) -> Form:
+    """With as many stages as there are to fill, and memory for."""
+    form = replace(form, depth=max(3, min(8, -(-w.K // STAGE) // form.parts + 2)))
     while form.depth > 3 and form.shared_bytes(w.K, w.scale.shape[1]) > BLOCK_BYTES:
         form = replace(form, depth=form.depth - 1)
     return form
 
 
-def _run(form: Form, x: Tensor, w: DeviceInt, onto: Tensor | None, alpha: float, folder: Path | None) -> Tensor:
-    out = x.new_empty(x.shape[0], w.N)
+def launch(form: Form, x: Tensor, w: DeviceInt, out: Tensor, batches: int, around: Around, folder: Path | None) -> None:
+    """Fills `out` [*, N]; `batches`: how many tiles of `form.batch` rows of x there are, or may be."""
+    experts = 0 if around.starts is None else len(around.starts) - 1
     rows = x if x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 else x.contiguous()
-    base = None if onto is None else onto.contiguous()
-    blocks = -(-w.N // form.rows) * -(-x.shape[0] // form.batch) * form.parts
+    onto = None if around.onto is None else around.onto.contiguous()
+    blocks = -(-out.shape[1] // form.outputs) * batches * form.parts
     launcher, p = _launcher(form, blocks, form.shared_bytes(w.K, w.scale.shape[1]), x.device, folder)
-    p.weight, p.scale, p.x, p.out = w.words.data_ptr(), w.scale.data_ptr(), rows.data_ptr(), out.data_ptr()
-    p.zero = None if w.zero is None else w.zero.data_ptr()
-    p.shift = None if w.shift is None else w.shift.data_ptr()
-    p.onto = None if base is None else base.data_ptr()
-    p.N, p.K, p.groups, p.T, p.stride, p.alpha = w.N, w.K, w.scale.shape[1], len(rows), 2 * rows.stride(0), alpha
+    p.weight, p.scale, p.zero, p.shift = _address(w.words), _address(w.scale), _address(w.zero), _address(w.shift)
+    p.x, p.onto, p.out, p.order, p.starts = map(_address, (rows, onto, out, around.order, around.starts))
+    p.N, p.K, p.groups, p.T, p.stride = out.shape[1], w.K, w.scale.shape[1], len(rows), 2 * rows.stride(0)
+    p.experts, p.active, p.alpha = experts, around.active, around.alpha
+    p.threshold = around.gate.threshold if around.gate else 0.0
     launcher(torch.cuda.current_stream(x.device).cuda_stream)
-    return out
+
+
+def _address(t: Tensor | None) -> int | None:
+    return None if t is None else t.data_ptr()
 
 
 @functools.cache
