@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,10 +14,19 @@ from minicpm_cli.engine.penalties import Penalties, PenaltyState
 from minicpm_cli.engine.scheduler import Plan
 from minicpm_cli.kernels.batch import ForwardBatch
 
-Draw = Callable[[Tensor, DrawState, PenaltyState | None], tuple[Tensor, Tensor]]  # logits [S, V] -> ids, peaks [S]
 Forward = Callable[[ForwardBatch, Any], Tensor]
 Work = Callable[[], None]
 Capture = Callable[[Work], Work]
+
+
+class Draw(Protocol):
+    """Draws on the device: ids [S] int64 and peaks [S] float32, the largest scores, of logits [S, V] float32."""
+
+    def __call__(
+        self, logits: Tensor, state: DrawState, penalties: PenaltyState | None, /
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def greedy(self, logits: Tensor, /) -> tuple[Tensor, Tensor]: ...
 
 
 def padded(count: int, most: int) -> int:
@@ -37,12 +46,15 @@ class DeviceDraw:
         self.draw, self.penalties = draw, penalties
 
     def __call__(self, logits: Tensor, kind: Kind, rows: Tensors, ids: Tensor, peaks: Tensor) -> None:  # [S, V]
-        if kind == "greedy":
+        if self.draw is None:
+            assert kind == "greedy", "the device cannot draw, and was asked to"
             torch.max(logits, -1, out=(peaks, ids))  # the lowest id among equals
             return
-        assert self.draw is not None, "the device cannot draw, and was asked to"
-        penalties = penalty_state(rows, self.penalties.counts) if kind == "penalised" else None
-        drawn = self.draw(logits, DrawState.of(rows), penalties)
+        if kind == "greedy":  # 122,753 logits of a row: torch's max takes 36 us of an H200
+            drawn = self.draw.greedy(logits)
+        else:
+            penalties = penalty_state(rows, self.penalties.counts) if kind == "penalised" else None
+            drawn = self.draw(logits, DrawState.of(rows), penalties)
         ids.copy_(drawn[0])
         peaks.copy_(drawn[1])
 

@@ -21,29 +21,36 @@ from minicpm_cli.kernels.batch import ForwardBatch
 WAYS = ("lagged", "queued", "replayed", "in step")
 
 
-def draw(logits: Tensor, state: DrawState, penalties: PenaltyState | None = None) -> tuple[Tensor, Tensor]:
+class Draws:
     """What the engine's own sampler draws, from the device's arrays alone."""
-    if penalties is not None:
-        logits = penalised(logits, penalties)
-    cold = state.temperature == 0
-    rows = Rows(
-        greedy=cold.nonzero().flatten().tolist(),
-        plain=[],
-        filtered=(~cold).nonzero().flatten().tolist(),
-        uniform=torch.from_numpy(uniforms(state.seed.numpy().view(np.uint64), state.index.numpy())),
-        temperature=state.temperature,
-        top_p=state.top_p,
-        floor=state.min_p.log(),
-        top_k=state.top_k.long(),
-        largest_k=int(state.top_k.max()),
-    )
-    drawn = sample(logits, rows)
-    ids = settle(drawn, logits, rows)[2]
-    if penalties is not None:
-        for seat, token in zip(penalties.seat.tolist(), ids.tolist(), strict=True):
-            if seat >= 0:
-                penalties.counts[seat, token] += 2
-    return ids, drawn.peak
+
+    def __call__(
+        self, logits: Tensor, state: DrawState, penalties: PenaltyState | None = None
+    ) -> tuple[Tensor, Tensor]:
+        if penalties is not None:
+            logits = penalised(logits, penalties)
+        cold = state.temperature == 0
+        rows = Rows(
+            greedy=cold.nonzero().flatten().tolist(),
+            plain=[],
+            filtered=(~cold).nonzero().flatten().tolist(),
+            uniform=torch.from_numpy(uniforms(state.seed.numpy().view(np.uint64), state.index.numpy())),
+            temperature=state.temperature,
+            top_p=state.top_p,
+            floor=state.min_p.log(),
+            top_k=state.top_k.long(),
+            largest_k=int(state.top_k.max()),
+        )
+        drawn = sample(logits, rows)
+        ids = settle(drawn, logits, rows)[2]
+        if penalties is not None:
+            for seat, token in zip(penalties.seat.tolist(), ids.tolist(), strict=True):
+                if seat >= 0:
+                    penalties.counts[seat, token] += 2
+        return ids, drawn.peak
+
+    def greedy(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        return logits.argmax(-1), logits.amax(-1)
 
 
 def penalised(logits: Tensor, penalties: PenaltyState) -> Tensor:
@@ -151,7 +158,7 @@ def lagged_engine(way: str, pages: int = 200, page_size: int = 4, **options: Any
     decoder = PaddedFake(pages, page_size)
     sizes = {"max_seqs": 8, "max_batch_tokens": 64, "context": 400} | options
     config = EngineConfig(pages=pages, page_size=page_size, lag=True, **sizes)
-    engine = Engine(decoder, None, config, draw=draw)
+    engine = Engine(decoder, None, config, draw=Draws())
     pipeline = engine.runner.pipeline
     assert pipeline is not None
     if way in ("queued", "replayed"):

@@ -13,7 +13,7 @@ from engine_cases import GREEDY, SAMPLED, answers, expected, prompt, request, ru
 from engine_work import Work, same, told
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lagged_cases import WAYS, Queue, draw, lagged_engine, replayed
+from lagged_cases import WAYS, Draws, Queue, lagged_engine, replayed
 from tensor_decoder import TensorDecoder
 
 from minicpm_cli.engine.engine import Engine, EngineConfig
@@ -24,7 +24,7 @@ def engine_of(pages: int, way: str = "plain", device: str = "cpu", **sizes: Any)
     config = EngineConfig(pages=pages, page_size=4, context=40, **sizes)
     if way != "plain":
         config = replace(config, lag=way != "in step")
-    engine = Engine(TensorDecoder(pages, 4, device), None, config, draw=draw if device == "cpu" else None)
+    engine = Engine(TensorDecoder(pages, 4, device), None, config, draw=Draws() if device == "cpu" else None)
     if device == "cpu" and way in ("queued", "replayed"):
         assert engine.runner.pipeline is not None
         engine.runner.pipeline.submit = Queue().submit
@@ -114,6 +114,7 @@ def test_soak(way: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.slow
 @pytest.mark.parametrize("graphs", [True, False])
 def test_soak_on_a_gpu(graphs: bool) -> None:
     engine = engine_of(24, "lagged", "cuda", max_batch_tokens=16, max_seqs=6, graphs=graphs)
