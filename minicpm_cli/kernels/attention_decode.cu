@@ -137,24 +137,43 @@ __device__ __forceinline__ void load_wide(const u8 *q, float (&f)[EACH]) {  // E
         pair(r.z, f[8 * i + 4], f[8 * i + 5]), pair(r.w, f[8 * i + 6], f[8 * i + 7]);
     }
 }
-__device__ __forceinline__ void load_head(const Params &p, const Place &me, int head, bool turned, float (&f)[EACH]) {
+struct Angle {  // of a thread's elements; other stands for the partner's factor
+    float own[EACH], other[EACH];
+};
+__device__ __forceinline__ void load_angle(const Params &p, const Place &me, Angle &angle) {
+    const int first = me.part * EACH - LEAD;
+#pragma unroll
+    for (int i = 0; i < EACH; i++) angle.own[i] = 1.f, angle.other[i] = 0.f;
+    if (TURN == 0 || first < 0 || !me.inside) return;
+    const bool low = first < TURN;
+    const size_t at = (size_t)me.row * TURN + (low ? first : first - TURN);
+#pragma unroll
+    for (int i = 0; i < EACH; i += 4) {
+        const float4 c = __ldcg((const float4 *)(p.cos + at + i)), s = __ldcg((const float4 *)(p.sin + at + i));
+        angle.own[i] = c.x, angle.own[i + 1] = c.y, angle.own[i + 2] = c.z, angle.own[i + 3] = c.w;
+        angle.other[i] = low ? -s.x : s.x, angle.other[i + 1] = low ? -s.y : s.y;
+        angle.other[i + 2] = low ? -s.z : s.z, angle.other[i + 3] = low ? -s.w : s.w;
+    }
+}
+struct Head {  // a thread's elements and their partners
+    float own[EACH], other[EACH];
+};
+__device__ __forceinline__ void load_head(const Params &p, const Place &me, int head, bool turned, Head &h) {
     const u8 *at = p.q + 2 * ((size_t)me.row * p.q_stride + head * D);
     const int first = me.part * EACH;
 #pragma unroll
-    for (int i = 0; i < EACH; i++) f[i] = 0.f;
+    for (int i = 0; i < EACH; i++) h.own[i] = h.other[i] = 0.f;
     if (!me.inside) return;
-    load_wide(at + 2 * first, f);
-    if (TURN == 0 || !turned || first < LEAD) return;
-    float other[EACH];
-    const bool low = first < LEAD + TURN;
-    const int angle = first - LEAD - (low ? 0 : TURN);
-    load_wide(at + 2 * (low ? first + TURN : first - TURN), other);
-    const float *c = p.cos + (size_t)me.row * TURN + angle, *s = p.sin + (size_t)me.row * TURN + angle;
+    load_wide(at + 2 * first, h.own);
+    if (TURN && turned && first >= LEAD) load_wide(at + 2 * (first < LEAD + TURN ? first + TURN : first - TURN), h.other);
+}
+__device__ __forceinline__ void turn(Head &h, const Angle &angle) {  // rounded, as if it had been stored
+    if (!TURN) return;
 #pragma unroll
-    for (int i = 0; i < EACH; i += 2) {  // rounded, as if it had been stored
-        const float a = f[i] * __ldcg(c + i) + (low ? -other[i] : other[i]) * __ldcg(s + i);
-        const float b = f[i + 1] * __ldcg(c + i + 1) + (low ? -other[i + 1] : other[i + 1]) * __ldcg(s + i + 1);
-        pair(packed(a, b), f[i], f[i + 1]);
+    for (int i = 0; i < EACH; i += 2) {
+        const float a = h.own[i] * angle.own[i] + h.other[i] * angle.other[i];
+        const float b = h.own[i + 1] * angle.own[i + 1] + h.other[i + 1] * angle.other[i + 1];
+        pair(packed(a, b), h.own[i], h.own[i + 1]);
     }
 }
 __device__ __forceinline__ float rounded_scale(float exact) {
@@ -226,18 +245,25 @@ __device__ __forceinline__ void kept(float (&f)[EACH], const u8 *from, const u16
 #pragma unroll
     for (int i = 0; i < EACH; i++) f[i] *= by;
 }
-__device__ __forceinline__ void newest(const Params &p, const Place &me, int token, float (&k)[EACH], float (&v)[EACH]) {
-    const size_t slot = slot_of(p, me, token), scale = KIND ? slot * p.scale_stride + me.head : 0;
+// The newest token's key and value: out of q, or, already stored, out of the cache.
+__device__ __forceinline__ void load_newest(const Params &p, const Place &me, size_t slot, Head &k, Head &v) {
     const size_t at = (slot * p.row_stride + me.head * D + me.part * EACH) * BYTES;
+    const size_t scale = KIND ? slot * p.scale_stride + me.head : 0;
     if (TURN) {
         load_head(p, me, HEADS + me.head, true, k);
         load_head(p, me, 2 * HEADS + me.head, false, v);
-        keep(k, p.k + at, p.k_scale + scale, me);
-        keep(v, p.v + at, p.v_scale + scale, me);
     } else {
-        kept(k, p.k + at, p.k_scale + scale, me);
-        kept(v, p.v + at, p.v_scale + scale, me);
+        kept(k.own, p.k + at, p.k_scale + scale, me);
+        kept(v.own, p.v + at, p.v_scale + scale, me);
     }
+}
+__device__ __forceinline__ void keep_newest(const Params &p, const Place &me, size_t slot, const Angle &angle, Head &k, Head &v) {
+    if (!TURN) return;
+    const size_t at = (slot * p.row_stride + me.head * D + me.part * EACH) * BYTES;
+    const size_t scale = KIND ? slot * p.scale_stride + me.head : 0;
+    turn(k, angle);
+    keep(k.own, p.k + at, p.k_scale + scale, me);
+    keep(v.own, p.v + at, p.v_scale + scale, me);
 }
 
 // ---- the older tokens ----
@@ -265,6 +291,18 @@ __device__ __forceinline__ float scale_in(u32 word, const u16 *base, int head) {
 struct Softmax {
     float top, total, mixed[EACH];
 };
+__device__ __forceinline__ void begin(
+    const Place &me, Softmax &s, const float (&q)[EACH], const float (&k)[EACH], const float (&v)[EACH]
+) {
+    float score = 0.f;
+#pragma unroll
+    for (int i = 0; i < EACH; i++) score += k[i] * q[i];
+    score = across(score);
+    if (me.side != 0) return;
+    s.top = score, s.total = 1.f;
+#pragma unroll
+    for (int i = 0; i < EACH; i++) s.mixed[i] = v[i];
+}
 __device__ __forceinline__ void take(
     const Params &p, const Place &me, Softmax &s, const float (&q)[EACH], const u8 *stage, const u32 *coded, int unit, int older
 ) {
@@ -319,18 +357,40 @@ __device__ __forceinline__ void gather_sides(Softmax &s) {
         for (int i = 0; i < EACH; i++) s.mixed[i] += __shfl_xor_sync(~0u, s.mixed[i], o);
     }
 }
-__device__ __forceinline__ void put(const Place &me, const Softmax &s, float *to) {  // into the first block's memory
-    if (me.side != 0) return;
-    u32 at = shared_address(to);
+__device__ __forceinline__ u32 in_first_block(const void *p) {
+    u32 at = shared_address(p);
     if (CLUSTER > 1) asm("mapa.shared::cluster.u32 %0, %1, 0;" : "=r"(at) : "r"(at));
-    if (me.inside) {
+    return at;
+}
+// A store that the barrier in the same block's memory counts; no fence is needed, as one of the whole GPU would be for
+// ordinary stores before a cluster's barrier.
+__device__ __forceinline__ void send(u32 at, float a, float b, float c, float d, u32 barrier) {
+    if (CLUSTER > 1)
+        asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(at),
+                     "f"(a), "f"(b), "f"(c), "f"(d), "r"(barrier) : "memory");
+    else
+        asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(at), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
+}
+__device__ __forceinline__ void put(const Place &me, const Softmax &s, float *to, const void *barrier) {
+    if (me.side != 0) return;
+    const u32 at = in_first_block(to), by = in_first_block(barrier);
 #pragma unroll
-        for (int i = 0; i < EACH; i += 4)
-            asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(at + (me.part * EACH + i) * 4),
-                         "f"(s.mixed[i]), "f"(s.mixed[i + 1]), "f"(s.mixed[i + 2]), "f"(s.mixed[i + 3]) : "memory");
-    }
-    if (me.part == 0)
-        asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(at + D * 4), "f"(s.top), "f"(s.total) : "memory");
+    for (int i = 0; i < EACH; i += 4)
+        if (me.inside)
+            send(at + (me.part * EACH + i) * 4, s.mixed[i], s.mixed[i + 1], s.mixed[i + 2], s.mixed[i + 3], by);
+    if (me.part == 0) send(at + D * 4, s.top, s.total, 0.f, 0.f, by);
+}
+__device__ __forceinline__ void expect(const void *barrier, int bytes) {  // before the cluster's first barrier
+    const u32 at = shared_address(barrier);
+    asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(at) : "memory");
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    asm volatile("{.reg .b64 t; mbarrier.arrive.expect_tx.shared.b64 t, [%0], %1;}" ::"r"(at), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void await(const void *barrier) {
+    u32 done = 0;
+    while (!done)
+        asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], 0; selp.u32 %0, 1, 0, p;}"
+                     : "=r"(done) : "r"(shared_address(barrier)) : "memory");
 }
 __device__ __forceinline__ void finish(const Params &p, const Place &me, const float *parts, int count) {
     const bool live = me.lane < count;
@@ -362,14 +422,14 @@ __device__ __forceinline__ void write(const Params &p, const Place &me, const So
     for (int i = 0; i < EACH; i += 2) *(u32 *)(to + 2 * i) = packed(s.mixed[i] * by, s.mixed[i + 1] * by);
 }
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS)
+// With many rows registers make room for blocks; with few each block's own latency counts.
+extern "C" __global__ void __launch_bounds__(32 * WARPS, CLUSTER > 1 ? 1 : 640 / (32 * WARPS))
 #if CLUSTER > 1
     __cluster_dims__(CLUSTER, 1, 1)
 #endif
         attention_decode(const __grid_constant__ Params p) {
     extern __shared__ __align__(16) u8 shared[];
     asm volatile("griddepcontrol.launch_dependents;");
-    if (CLUSTER > 1) asm volatile("barrier.cluster.arrive.relaxed.aligned;");
     const int warp = threadIdx.x / 32, rank = blockIdx.x % CLUSTER, block = blockIdx.x / CLUSTER;
     const int own = warp % BLOCK, sub = warp / BLOCK;
     Place me;
@@ -378,40 +438,43 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
 
     const int older = __ldg(p.lengths + me.row) - 1, units = (older + STEP - 1) / STEP;
     const int each = max((units + CLUSTER - 1) / CLUSTER, 1), last = min((rank + 1) * each, units);
-    if (rank > 0 && rank * each >= units) return;
-    u8 *ring = shared + warp * WARP_BYTES;
+    const int count = max((units + each - 1) / each, 1) * SUB;  // parts of a head
+    if (CLUSTER > 1) {
+        if (rank == 0 && threadIdx.x == 0) expect(shared, count * BLOCK * ROW * 4);
+        asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+        if (rank > 0 && rank * each >= units) return;
+    }
+    u8 *ring = shared + 16 + warp * WARP_BYTES;
     u32 *coded = (u32 *)(ring + RING);
-    float *parts = (float *)(shared + WARPS * WARP_BYTES) + own * PARTS * ROW;
+    float *parts = (float *)(shared + 16 + WARPS * WARP_BYTES) + own * PARTS * ROW;
     int asked = rank * each + sub;
 #pragma unroll
     for (int i = 0; i < STAGES - 1; i++, asked += SUB) {
         if (asked < last) request(p, me, ring + i * (RING / STAGES), coded + i * CODED, asked, older);
         commit();
     }
+    Softmax s = {LOWEST, 0.f, {}};
+    const bool first = rank == 0 && sub == 0;
+    const size_t slot = first ? slot_of(p, me, older) : 0;
     asm volatile("griddepcontrol.wait;" ::: "memory");
 
-    Softmax s = {LOWEST, 0.f, {}};
-    float q[EACH];
+    Head q, k, v;
+    Angle angle;
     load_head(p, me, me.head, true, q);
+    load_angle(p, me, angle);
+    if (first) load_newest(p, me, slot, k, v);
+    turn(q, angle);
 #pragma unroll
-    for (int i = 0; i < EACH; i++) q[i] *= p.scale_log2;
-    if (rank == 0 && sub == 0) {
-        float k[EACH], v[EACH], score = 0.f;
-        newest(p, me, older, k, v);
-#pragma unroll
-        for (int i = 0; i < EACH; i++) score += k[i] * q[i];
-        score = across(score);
-        if (me.side == 0) {
-            s.top = score, s.total = 1.f;
-#pragma unroll
-            for (int i = 0; i < EACH; i++) s.mixed[i] = v[i];
-        }
+    for (int i = 0; i < EACH; i++) q.own[i] *= p.scale_log2;
+    if (first) {
+        keep_newest(p, me, slot, angle, k, v);
+        begin(me, s, q.own, k.own, v.own);
     }
     int stage = 0;
     for (int unit = rank * each + sub; unit < last; unit += SUB, asked += SUB) {
         arrived<STAGES - 2>();
         __syncwarp();
-        take(p, me, s, q, ring + stage * (RING / STAGES), coded + stage * CODED, unit, older);
+        take(p, me, s, q.own, ring + stage * (RING / STAGES), coded + stage * CODED, unit, older);
         __syncwarp();
         const int free = stage == 0 ? STAGES - 1 : stage - 1;
         if (asked < last) request(p, me, ring + free * (RING / STAGES), coded + free * CODED, asked, older);
@@ -420,14 +483,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
     }
     gather_sides(s);
     if (PARTS == 1) return write(p, me, s);
-    if (CLUSTER > 1) asm volatile("barrier.cluster.wait;" ::: "memory");  // the first block is there
-    put(me, s, parts + (rank * SUB + sub) * ROW);
-    if (CLUSTER > 1) {
-        asm volatile("barrier.cluster.arrive.release;" ::: "memory");
-        if (rank > 0) return;
-        asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
-    } else {
-        __syncthreads();
-    }
-    if (sub == 0) finish(p, me, parts, max((units + each - 1) / each, 1) * SUB);
+    if (CLUSTER > 1) asm volatile("barrier.cluster.wait;" ::: "memory");  // the first block's barrier is there
+    put(me, s, parts + (rank * SUB + sub) * ROW, shared);
+    if (CLUSTER == 1) __syncthreads();
+    if (rank > 0 || sub > 0) return;
+    if (CLUSTER > 1) await(shared);
+    finish(p, me, parts, count);
 }

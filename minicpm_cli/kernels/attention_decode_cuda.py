@@ -77,7 +77,7 @@ class Form:
         side = 32 // (1 << (-(-self.width // each) - 1).bit_length())
         coded = side * self.cut.depth * 8 if self.kind else 0
         ring = self.cut.stages * (self.cut.depth * 1024 + coded)
-        return self.cut.warps * (ring + self.cut.cluster * (self.width + 4) * 4)
+        return 16 + self.cut.warps * (ring + self.cut.cluster * (self.width + 4) * 4)
 
 
 @functools.cache
