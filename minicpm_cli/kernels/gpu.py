@@ -11,10 +11,13 @@ from minicpm_cli.kernels.attention_prefill import prefill
 from minicpm_cli.kernels.batch import ForwardBatch
 from minicpm_cli.kernels.cache import LayerCache
 from minicpm_cli.kernels.launch import early
-from minicpm_cli.kernels.ops import Attend, Ops
+from minicpm_cli.kernels.ops import Ops
+
+FUSED_ROWS = 4  # up to here one launch that rotates, stores and attends wins
 
 
 def kernels(device: torch.device) -> Ops:
+    attention = Attention(device)
     return Ops(
         embed=begin.embed,
         angles=begin.angles,
@@ -24,17 +27,28 @@ def kernels(device: torch.device) -> Ops:
         store=rope_store.store,
         silu_mul=gate.silu_mul,
         relu_mul=gate.relu_mul,
-        attend=attention(device),
+        attend=attention.attend,
+        rope_attend=attention.rope_attend,
     )
 
 
-def attention(device: torch.device) -> Attend:
+class Attention:
     """One new token a sequence: split along the histories. Else all sequences in tiles of new tokens."""
-    decode = DecodeAttention(device, pdl=early(torch.empty(0, device=device)))
 
-    def attend(q: Tensor, cache: LayerCache, batch: ForwardBatch, scale: float) -> Tensor:
+    def __init__(self, device: torch.device) -> None:
+        self.decode = DecodeAttention(device, pdl=early(torch.empty(0, device=device)))
+
+    def attend(self, q: Tensor, cache: LayerCache, batch: ForwardBatch, scale: float) -> Tensor:
         if batch.max_q == 1:
-            return decode(q, cache, batch.page_table, batch.kv_len, scale, batch.page_size)
+            return self.decode(q, cache, batch.page_table, batch.kv_len, scale, batch.page_size)
         return prefill(q, cache, batch, scale)
 
-    return attend
+    def rope_attend(
+        self, qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, cache: LayerCache, batch: ForwardBatch, scale: float
+    ) -> Tensor:
+        width = qkv.shape[2]
+        if batch.max_q == 1 and len(qkv) <= FUSED_ROWS and width & (width - 1) == 0:
+            table, kv_len = batch.page_table, batch.kv_len
+            return self.decode.rope_store_decode(qkv, (cos, sin), cache, table, kv_len, scale, batch.page_size)
+        rope_store.rope_store(qkv, cos, sin, heads, cache, batch.slots)
+        return self.attend(qkv[:, :heads], cache, batch, scale)

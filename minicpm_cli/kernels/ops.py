@@ -51,6 +51,20 @@ class Attend(Protocol):
     def __call__(self, q: Tensor, cache: LayerCache, batch: ForwardBatch, scale: float, /) -> Tensor: ...
 
 
+class RopeAttend(Protocol):
+    def __call__(
+        self,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        heads: int,
+        cache: LayerCache,
+        batch: ForwardBatch,
+        scale: float,
+        /,
+    ) -> Tensor: ...
+
+
 class Ops(NamedTuple):
     """The forms of minicpm_cli.kernels.reference, or what computes the same faster."""
 
@@ -63,6 +77,7 @@ class Ops(NamedTuple):
     silu_mul: SiluMul
     relu_mul: ReluMul
     attend: Attend
+    rope_attend: RopeAttend
 
 
 REFERENCE = Ops(
@@ -75,6 +90,7 @@ REFERENCE = Ops(
     reference.silu_mul,
     reference.relu_mul,
     reference.attend,
+    reference.rope_attend,
 )
 
 

@@ -90,6 +90,20 @@ def attend(
     return torch.cat(parts)
 
 
+def rope_attend(
+    qkv: Tensor,  # [T, Hq + 2 Hkv, D]
+    cos: Tensor,  # [T, 1, R/2] float32
+    sin: Tensor,
+    heads: int,  # Hq
+    cache: LayerCache,
+    batch: ForwardBatch,
+    scale: float,
+) -> Tensor:  # [T, Hq, D]
+    """Rotates, stores and attends. What qkv holds afterwards is not said."""
+    rope_store(qkv, cos, sin, heads, cache, batch.slots)
+    return attend(qkv[:, :heads], cache, batch, scale)
+
+
 def leading_singles(q_lens: tuple[int, ...]) -> int:
     return next((i for i, length in enumerate(q_lens) if length != 1), len(q_lens))
 

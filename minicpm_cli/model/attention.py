@@ -42,8 +42,7 @@ class GroupedAttention:
         """h + alpha * attention(norm(h)); with `inplace`, h may be overwritten by it."""
         rows, ops = len(h), self.ops
         qkv = product(self.qkv, h, ops, norm=norm).view(rows, -1, self.head_dim)
-        ops.rope_store(qkv, cos, sin, self.heads, cache, batch.slots)
-        y = ops.attend(qkv[:, : self.heads], cache, batch, self.scale)
+        y = ops.rope_attend(qkv, cos, sin, self.heads, cache, batch, self.scale)
         return product(self.out, y.reshape(rows, -1), ops, onto=h, alpha=alpha, inplace=inplace)
 
 
