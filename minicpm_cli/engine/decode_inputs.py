@@ -76,7 +76,7 @@ class DecodeHost:
         self._fill_table(plan.sampled, count)
         self._fill_ids(host, plan.chunks, arrays.start // 8)
         self._fill_slots(host, [chunk.start for chunk in plan.chunks])
-        if kind != "greedy":
+        if kind not in ("greedy", "hosted"):
             self._fill_draws(host, plan.sampled, count)
         return self.buffer[span]
 

@@ -79,6 +79,7 @@ class Engine:
 
     def _serve(self, source: Iterator[EngineRequest | None]) -> Generator[TokenEvent]:
         self._reset()
+        self.runner.settle()
         self._clean, self._source_open = False, True
         try:
             while self._source_open or self.scheduler.live:

@@ -102,6 +102,7 @@ class DecodeSteps:
         self._rows = torch.arange(layout.rows + 1, dtype=torch.int64, device=device)
         self._starts = self._rows.int()
         self._captured: dict[tuple[int, Kind], Work] = {}
+        self.logits: dict[int, Tensor] = {}  # [count, V] of the last hosted step of each count
 
     def ready(self, count: int, kind: Kind) -> bool:
         """Whether a step of `count` rows runs at once: nothing is to be captured."""
@@ -124,7 +125,11 @@ class DecodeSteps:
 
     def _step(self, count: int, kind: Kind, kv_lens: tuple[int, ...] = ()) -> None:
         there = self.layout.step(count)[0].device(self.buffer)
-        self.take(self._run(self._batch(there, count, kv_lens)), kind, there)
+        logits = self._run(self._batch(there, count, kv_lens))
+        if kind == "hosted":
+            self.logits[count] = logits
+        else:
+            self.take(logits, kind, there)
 
     def _batch(self, there: Tensors, count: int, kv_lens: tuple[int, ...]) -> ForwardBatch:
         """A captured step may read only the tensors: the host's lengths are those of the moment."""

@@ -49,7 +49,7 @@ def penalty_state(tensors: Tensors, counts: Tensor) -> PenaltyState:
     return PenaltyState(**{name: tensors[name] for name in PENALTY}, counts=counts)
 
 
-Kind = Literal["greedy", "drawn", "penalised"]  # what a step's draw has to look at
+Kind = Literal["greedy", "drawn", "penalised", "hosted"]  # what a step's draw has to look at; the host draws the last
 
 
 def kind_of(seqs: Iterable[Sequence]) -> Kind:

@@ -120,8 +120,18 @@ class Pipeline:
         self._turn = (self._turn + 1) % SLOTS
         return DeviceFlight(plan, slot, self._told)
 
-    def reset(self) -> None:
-        """After steps were left in flight: their memory on the host is free again."""
+    @torch.inference_mode()
+    def logits(self, plan: Plan) -> Tensor:  # [S, V] float32, until the next step
+        """Of a decode step that the host draws from. Nothing may be in flight."""
+        slot = self._slots[self._turn]
+        slot.mark.synchronize()
+        count = padded(len(plan.chunks), self.config.max_seqs)
+        self.steps.launch(slot.inputs.fill(plan, count, "hosted"), plan, count, "hosted")
+        slot.mark = self.submit(lambda: None)
+        return self.steps.logits[count][: len(plan.chunks)]
+
+    def settle(self) -> None:
+        """Waits for all that was launched: the memory of steps that were left in flight is free again."""
         for slot in self._slots:
             slot.mark.synchronize()
 

@@ -67,12 +67,24 @@ class Landed:
         return self.drawn
 
 
+class Forward:
+    """The model over its cache. It stands alone, so that nothing that runs it keeps the engine alive."""
+
+    def __init__(self, model: Model, kv: Any) -> None:
+        self.step: Callable[[ForwardBatch, Any], Tensor] = model.forward
+        self.kv = kv
+
+    @torch.inference_mode()
+    def __call__(self, batch: ForwardBatch) -> Tensor:
+        return self.step(batch, self.kv)
+
+
 class Runner:
     """`pipeline` runs a GPU's steps. Without it, or for requests that need the host, a step is done at its launch."""
 
     def __init__(self, model: Model, kv: Any, config: EngineConfig, draw: Draw | None = None) -> None:
-        self.kv, self.page_size, self.device = kv, config.page_size, model.device
-        self.forward_step: Callable[[ForwardBatch, Any], Tensor] = model.forward
+        self.page_size, self.device = config.page_size, model.device
+        self.forward = Forward(model, kv)
         on_gpu = model.device.type == "cuda"
         self.penalties = Penalties(model.cfg.vocab, model.device, config.max_seqs if on_gpu or config.lag else 0)
         self.pipeline: Pipeline | None = None
@@ -91,8 +103,10 @@ class Runner:
     def launch(self, plan: Plan) -> Flight:
         if self.pipeline is not None and not plan.hosted:
             return self.pipeline.launch(plan)
-        batch = self.inputs(plan)
-        logits = self.forward(batch)
+        if self.pipeline is not None and plan.decodes:
+            logits = self.pipeline.logits(plan)
+        else:
+            logits = self.forward(self.inputs(plan))
         return Landed(plan, self.sample(plan, logits))
 
     def ready(self, running: list[Sequence]) -> bool:
@@ -103,10 +117,6 @@ class Runner:
 
     def inputs(self, plan: Plan) -> ForwardBatch:
         return inputs.build(plan, self.page_size, pinned=self.device.type == "cuda").to(self.device)[0]
-
-    @torch.inference_mode()
-    def forward(self, batch: ForwardBatch) -> Tensor:
-        return self.forward_step(batch, self.kv)
 
     @torch.inference_mode()
     def sample(self, plan: Plan, logits: Tensor) -> list[Drawn]:  # [S, V]
@@ -130,9 +140,14 @@ class Runner:
         return with_logprobs(drawn, logits, ids, seqs)
 
     def reset(self) -> None:
+        """No request lives on, and no step is in flight."""
         self.penalties.clear()
+        self.settle()
+
+    def settle(self) -> None:
+        """Waits for steps whose tokens nobody asked for."""
         if self.pipeline is not None:
-            self.pipeline.reset()
+            self.pipeline.settle()
 
 
 def _kernel_draws(config: EngineConfig, model: Model) -> Draw:

@@ -303,7 +303,7 @@ def test_ctrl_c_anywhere_leaves_a_working_engine(where: str, count: int, monkeyp
     source: Any = iter(requests)
     with monkeypatch.context() as patch:
         if where == "forward":
-            patch.setattr(engine.runner, "forward_step", interrupting(decoder.forward))
+            patch.setattr(engine.runner.forward, "step", interrupting(decoder.forward))
         elif where == "sample":
             pipeline = engine.runner.pipeline
             owner, name = (pipeline.draw, "draw") if pipeline else (engine.runner, "sample")

@@ -73,13 +73,13 @@ def test_the_same_greedy_tokens_whichever_way(decoder: Decoder, way: str) -> Non
     requests = [request(f"r{i}", prompt(5 + 4 * i, i), GREEDY) for i in range(4)]
     want = {r.id: argmaxes(decoder, r.prompt) for r in requests}
     engine = engine_over(decoder, **WAYS[way])
-    forward, sizes = engine.runner.forward_step, list[tuple[int, ...]]()
+    forward, sizes = engine.runner.forward.step, list[tuple[int, ...]]()
 
     def watched(batch: ForwardBatch, kv: KVCache) -> torch.Tensor:
         sizes.append(batch.q_lens)
         return forward(batch, kv)
 
-    engine.runner.forward_step = watched
+    engine.runner.forward.step = watched
     for _ in range(2 if way == "prefix-hit" else 1):
         assert answers(run_checked(engine, requests)) == want
     happened = {
