@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -27,6 +26,7 @@ TORCH: Mapping[Any, torch.dtype] = {
     np.float64: torch.float64,
     np.float32: torch.float32,
 }
+WIDE = (np.int64, np.float64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,17 +86,19 @@ class Layout:
         self.places: dict[str, tuple[slice, Any, Shape]] = {}
         self.start = self.stop = start
         for name, (kind, shape) in arrays.items():
-            size = math.prod(shape) if isinstance(shape, tuple) else shape
-            bytes_ = size * np.dtype(kind).itemsize
-            self.places[name] = slice(self.stop, self.stop + bytes_), kind, shape
-            self.stop += -(-bytes_ // 16) * 16
+            size = shape if isinstance(shape, int) else shape[0] * shape[1]
+            size *= 8 if kind in WIDE else 4
+            self.places[name] = slice(self.stop, self.stop + size), kind, shape
+            self.stop += -(-size // 16) * 16
 
     def host(self, buffer: Tensor) -> Arrays:
         whole = buffer.numpy()
-        return {name: whole[at].view(kind).reshape(shape) for name, (at, kind, shape) in self.places.items()}
+        typed = {name: (whole[at].view(kind), shape) for name, (at, kind, shape) in self.places.items()}
+        return {name: flat if isinstance(shape, int) else flat.reshape(shape) for name, (flat, shape) in typed.items()}
 
     def device(self, buffer: Tensor) -> Tensors:
-        return {name: buffer[at].view(TORCH[kind]).view(shape) for name, (at, kind, shape) in self.places.items()}
+        typed = {name: (buffer[at].view(TORCH[kind]), shape) for name, (at, kind, shape) in self.places.items()}
+        return {name: flat if isinstance(shape, int) else flat.view(shape) for name, (flat, shape) in typed.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +115,7 @@ class StepInputs:
     def to(self, device: torch.device, drawn: Tensor | None = None) -> tuple[ForwardBatch, Tensors]:
         """The batch, and how its rows are drawn."""
         there = self.layout.device(self.buffer.to(device, non_blocking=True))
-        if len(there["flying"]):
+        if "flying" in there:
             assert drawn is not None, "a token in flight, and nothing was drawn on the device"
             there["ids"].index_copy_(0, there["flying"], drawn[there["row"]])
         return self.batch(there), there
@@ -147,7 +149,8 @@ def build(plan: Plan, page_size: int, *, pinned: bool = False, penalties: Penalt
     np.cumsum(counts, out=q_start[1:])
     host["kv_len"][:] = ends = starts + counts
     host["last"][:] = q_start[1:][[chunk.sample for chunk in chunks]] - 1
-    host["flying"][:], host["row"][:] = q_start[flying], [chunks[i].seq.row for i in flying]
+    if flying:
+        host["flying"][:], host["row"][:] = q_start[flying], [chunks[i].seq.row for i in flying]
     _fill_table(host["page_table"], chunks)
     _fill_ids(host["ids"], chunks)
     _fill_places(host, starts, counts, page_size)
@@ -158,17 +161,20 @@ def build(plan: Plan, page_size: int, *, pinned: bool = False, penalties: Penalt
 
 
 def step_layout(T: int, B: int, S: int, P: int, *, flying: int = 0, draws: bool = True) -> Layout:
-    return Layout(
-        {
-            **dict.fromkeys(("ids", "positions", "slots"), (np.int64, T)),
-            "last": (np.int64, S),
-            **dict.fromkeys(("flying", "row"), (np.int64, flying)),
-            "q_start": (np.int32, B + 1),
-            "kv_len": (np.int32, B),
-            "page_table": (np.int32, (B, P)),
-            **{name: (kind, S if draws else 0) for name, kind in ROW.items()},
-        }
-    )
+    arrays: dict[str, tuple[Any, Shape]] = {
+        "ids": (np.int64, T),
+        "positions": (np.int64, T),
+        "slots": (np.int64, T),
+        "last": (np.int64, S),
+        "q_start": (np.int32, B + 1),
+        "kv_len": (np.int32, B),
+        "page_table": (np.int32, (B, P)),
+    }
+    if flying:
+        arrays |= dict.fromkeys(("flying", "row"), (np.int64, flying))
+    if draws:
+        arrays |= {name: (kind, S) for name, kind in ROW.items()}
+    return Layout(arrays)
 
 
 def fill_draws(host: Arrays, seqs: list[Sequence], penalties: Penalties) -> None:
