@@ -7,12 +7,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quant.kernels import rows_triton
+from quant.kernels import rows_cuda
 from quant.kernels.layout import DeviceInt
 
 
 def supported(w: DeviceInt, dtype: torch.dtype) -> bool:
     """Whether `product` computes it: rows of whole 16-byte pieces."""
+    if rows_cuda.supported(w, dtype):
+        return True
+    from quant.kernels import rows_triton
+
     return rows_triton.supported(w, dtype)
 
 
@@ -24,4 +28,8 @@ def product(
     folder: Path | None = None,  # of compiled kernels
 ) -> Tensor:  # [T, N]
     """onto + alpha * x @ W^T, weights rounded to x's type, sums in float32; the same bits at every call."""
+    if rows_cuda.supported(w, x.dtype):
+        return rows_cuda.product(x, w, onto, alpha, folder)
+    from quant.kernels import rows_triton  # triton takes a second to import
+
     return rows_triton.product(x, w, onto, alpha)

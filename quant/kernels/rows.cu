@@ -37,6 +37,7 @@ struct Params {
     float alpha, threshold;
 };
 
+#ifndef EMULATED
 #if HALF
 #define PAIR "f16x2"
 #define OF ""
@@ -74,8 +75,6 @@ __device__ __forceinline__ float half_to_float(u16 bits) {
     asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(bits));
     return f;
 }
-__device__ __forceinline__ float plain(u16 bits) { return HALF ? half_to_float(bits) : __uint_as_float((u32)bits << 16); }
-
 // (word & mask) | magic in one instruction, of which only one operand may be a constant.
 __device__ __forceinline__ u32 number(u32 word, u32 mask, u32 magic) {
     u32 d;
@@ -90,9 +89,19 @@ __device__ __forceinline__ void close_requests() { asm volatile("cp.async.commit
 template <int LATER> __device__ __forceinline__ void await_requests() {
     asm volatile("cp.async.wait_group %0;" ::"n"(LATER) : "memory");
 }
+__device__ __forceinline__ void fetch_ahead(const u8 *from, int size) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(size) : "memory");
+}
+__device__ __forceinline__ void await_inputs() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void admit_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+// What arrived in shared memory is there for wgmma, too.
+__device__ __forceinline__ void show_arrived() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 __device__ __forceinline__ uint4 read4(u32 at) {
     uint4 v;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "r"(at)
+                 : "memory");
     return v;
 }
 __device__ __forceinline__ u32 read1(u32 at) {
@@ -101,14 +110,26 @@ __device__ __forceinline__ u32 read1(u32 at) {
     return v;
 }
 __device__ __forceinline__ void write1(u32 at, u32 v) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(v) : "memory"); }
+__device__ __forceinline__ float4 read_sums(u32 at, int rank) {  // of the cluster's block `rank`
+    float4 v;
+    if (PARTS > 1) asm("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(at) : "r"(rank));
+    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+                 : "r"(at)
+                 : "memory");
+    return v;
+}
 __device__ __forceinline__ void fence_multiply() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void close_multiply() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int LATER> __device__ __forceinline__ void await_multiply() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LATER) : "memory");
 }
+__device__ __forceinline__ void settle(float &sum) { asm volatile("" : "+f"(sum)::"memory"); }  // not read before
 __device__ __forceinline__ void meet_cluster() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
+#endif
+__device__ __forceinline__ float plain(u16 bits) { return HALF ? half_to_float(bits) : __uint_as_float((u32)bits << 16); }
 
 // The block's part of the work.
 struct Part {
@@ -285,13 +306,7 @@ __device__ __forceinline__ float4 sum(u32 sums, int t, int n) {
     float4 v = make_float4(0, 0, 0, 0);
 #pragma unroll
     for (int rank = 0; rank < PARTS; rank++) {
-        float4 w;
-        u32 at = sums + (t * LINE + n) * 4;
-        if (PARTS > 1) asm("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(at) : "r"(rank));
-        asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-                     : "=f"(w.x), "=f"(w.y), "=f"(w.z), "=f"(w.w)
-                     : "r"(at)
-                     : "memory");
+        float4 w = read_sums(sums + (t * LINE + n) * 4, rank);
         v.x += w.x, v.y += w.y, v.z += w.z, v.w += w.w;
     }
     return v;
@@ -336,8 +351,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, (NT > 64 ? 2 : 4) / WG > 0
     extern __shared__ u8 raw[];
     u32 ring = (address(raw) + 1023) & ~1023u;
     int lane = threadIdx.x % 32, c = lane % 4, row = threadIdx.x / 32 * 16 + lane / 4;
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-    if (EXPERTS) asm volatile("griddepcontrol.wait;" ::: "memory");  // which weights are needed is computed, too
+    admit_next();
+    if (EXPERTS) await_inputs();  // which weights are needed is computed, too
     Part part(p);
     if (EXPERTS && part.first_t >= part.end_t) return;
     Source source(p, part);
@@ -349,12 +364,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, (NT > 64 ? 2 : 4) / WG > 0
     if (threadIdx.x < ROWS && part.inside(p, threadIdx.x)) {  // the rest of W only as far as the L2 cache
         int bytes = p.K / 8 * BITS, from = (part.begin + AHEAD) * ROW_BYTES, size = min(part.end * ROW_BYTES, bytes) - from;
         const u8 *at = p.weight + (part.first_row + part.apart(p, threadIdx.x)) * bytes + from;
-        if (size > 0) asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(at), "r"(size) : "memory");
+        if (size > 0) fetch_ahead(at, size);
     }
     u32 scales = ring + (DEPTH * STAGE_BYTES > NT * LINE * 4 ? DEPTH * STAGE_BYTES : NT * LINE * 4);
     int first_group = part.first_group(), count = ((part.end * 4 - 1) / RUN) - first_group + 1;
     load_scales(scales, p, part, count);
-    if (!EXPERTS) asm volatile("griddepcontrol.wait;" ::: "memory");
+    if (!EXPERTS) await_inputs();
 #pragma unroll 1
     for (int i = 0; i < AHEAD; i++) {
         if (part.begin + i < part.end) source.load_x(ring + i * STAGE_BYTES, p, part, part.begin + i);
@@ -368,7 +383,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, (NT > 64 ? 2 : 4) / WG > 0
 #pragma unroll 1
     for (int stage = part.begin; stage < part.end; stage++) {
         await_requests<AHEAD - 1>();
-        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+        show_arrived();
         __syncthreads();
         if (stage + AHEAD < part.end) {
             source.load_w(ring + refill * STAGE_BYTES, p, part, stage + AHEAD);
@@ -384,7 +399,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, (NT > 64 ? 2 : 4) / WG > 0
     await_requests<0>();
     __syncthreads();
 #pragma unroll
-    for (int i = 0; i < NT / 2; i++) asm volatile("" : "+f"(acc[i])::"memory");
+    for (int i = 0; i < NT / 2; i++) settle(acc[i]);
 #pragma unroll
     for (int i = 0; i < NT / 2; i++) {
         int t = i / 4 * 8 + 2 * c + i % 2, n = row + i / 2 % 2 * 8;

@@ -20,7 +20,13 @@ SCALES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 GATES = {"silu": 1, "relu": 2}
 STAGE = 128  # columns
 SHARED_BYTES = 227 << 10  # that a block may have on Hopper
+PROCESSOR_BYTES = 228 << 10
 BLOCK_BYTES = 110 << 10  # that it is given, so that another finds room beside it
+# What a warp group spends on a stage of 4 bits, and how much longer it takes where so few of them share a processor.
+UNPACK_CYCLES = 250
+ALONE = {1: 1.6, 2: 1.2, 3: 1.05, 4: 1.0}
+PART_CYCLES = 250
+ENOUGH_DEPTH = 5  # up to which a block may have all memory
 PROCESSORS = 132  # of an H200; another number changes the speed only
 WHOLE_ROW = 1 << 20  # RUN where a row has one scale
 
@@ -79,13 +85,13 @@ class Form:
     def outputs(self) -> int:
         return self.rows // 2 if self.gate else self.rows
 
-    def shared_bytes(self, k: int, groups: int) -> int:
+    def shared_bytes(self, k: int) -> int:
         ring = self.depth * (self.batch * STAGE * 2 + self.rows * STAGE * self.bits // 8)
         sums = self.batch * (self.rows + 4) * 4
         stages = (k + STAGE - 1) // STAGE
         columns = (stages + self.parts - 1) // self.parts * STAGE
-        here = min(groups, columns // (32 * self.run) + 2)
-        return 1024 + max(ring, sums) + here * self.rows * 4 * (self.kind + 1)
+        groups = columns // (32 * self.run) + 2  # at most, wherever the part begins
+        return 1024 + max(ring, sums) + groups * self.rows * 4 * (self.kind + 1)
 
 
 def source(form: Form) -> str:
@@ -115,7 +121,22 @@ def unavailable(device: torch.device) -> str | None:
         return "it is not a CUDA device"
     if torch.cuda.get_device_capability(device) != (9, 0):
         return "its compute capability is not 9.0"
-    return nvrtc.unavailable()
+    return nvrtc.unavailable() or _disagreement(device)
+
+
+def _disagreement(device: torch.device) -> str | None:
+    """A small product by the kernel, against torch: what a driver or compiler got wrong would be wrong quietly."""
+    g = torch.Generator().manual_seed(0)
+    words = torch.randint(-(2**31), 2**31 - 1, (128, 64), dtype=torch.int32, generator=g).to(device)
+    w = DeviceInt(4, 128, words, torch.rand(128, 4, generator=g).half().to(device), None, None)
+    x = torch.randn(16, 512, generator=g).to(device, torch.bfloat16)
+    ref = x.double() @ w.dequantize(torch.float64).T
+    try:
+        out = product(x, w, form=form_of(w, x.dtype, 16, 1, 2, 4))
+    except nvrtc.KernelError as error:
+        return str(error)
+    off = float((out.double() - ref).norm() / ref.norm())
+    return None if off < 1e-2 else f"a product is off by {off:.1e}"
 
 
 def supported(w: DeviceInt, dtype: torch.dtype) -> bool:
@@ -168,12 +189,26 @@ class Around(NamedTuple):
 
 
 def choose(rows: int, w: DeviceInt, dtype: torch.dtype, gate: Gate | None = None) -> Form:
-    """The form by the sizes, as measured on an H200."""
+    """The form whose estimated time is shortest."""
     batch = next(b for b in (16, 32, 48, 64) if b >= min(rows, 64))
-    warp_groups = 2
-    tiles = -(-w.N // (64 * warp_groups)) * -(-rows // batch)
-    parts = max(1, min(PROCESSORS // tiles, 8, -(-w.K // STAGE) // 3))
-    return _deep(form_of(w, dtype, batch, warp_groups, parts, gate=gate), w)
+    stages, batches = -(-w.K // STAGE), -(-rows // batch)
+    candidates = ((g, p) for g in (1, 2, 3, 4) for p in range(1, min(8, max(1, stages // 2)) + 1))
+
+    def cycles(shape: tuple[int, int]) -> float:
+        groups, parts = shape
+        return _cycles(-(-w.N // (64 * groups)) * batches, groups, parts, -(-stages // parts), batch)
+
+    groups, parts = min(candidates, key=cycles)
+    return _deep(form_of(w, dtype, batch, groups, parts, gate=gate), w, batches)
+
+
+def _cycles(tiles: int, groups: int, parts: int, stages: int, batch: int) -> float:
+    """An estimate for one multiprocessor: unpacking and multiplying, or getting the bytes there, and the parts' sum."""
+    rounds = -(-tiles * parts // PROCESSORS)
+    together = groups * min(rounds, 4 // groups)
+    work = rounds * groups * stages * max(UNPACK_CYCLES, 4 * batch) * ALONE[together]
+    bytes_ = rounds * stages * (256 * batch + groups * 64 * 64)
+    return max(work, bytes_ / 64) + (PART_CYCLES * (4 + parts) if parts > 1 else 0)
 
 
 def choose_experts(pairs: int, experts: int, w: DeviceInt, dtype: torch.dtype, gate: Gate | None) -> Form:
@@ -185,27 +220,38 @@ def choose_experts(pairs: int, experts: int, w: DeviceInt, dtype: torch.dtype, g
     return replace(_deep(form_of(w, dtype, batch, 1, parts, gate=gate), w), experts=True)
 
 
-def _deep(form: Form, w: DeviceInt) -> Form:
-    """With as many stages as there are to fill, and memory for."""
-    form = replace(form, depth=max(3, min(8, -(-w.K // STAGE) // form.parts + 2)))
-    while form.depth > 3 and form.shared_bytes(w.K, w.scale.shape[1]) > BLOCK_BYTES:
-        form = replace(form, depth=form.depth - 1)
+def _deep(form: Form, w: DeviceInt, batches: int = 1) -> Form:
+    """With as many stages as there are to fill, and memory for beside the blocks that share a processor with it."""
+    blocks = -(-w.N // form.rows) * batches * form.parts
+    sharing = min(-(-blocks // PROCESSORS), 4 // form.warp_groups)
+    depth = max(3, min(8, -(-w.K // STAGE) // form.parts + 2))
+    for form in (replace(form, depth=d) for d in range(depth, 2, -1)):
+        alone = BLOCK_BYTES if form.depth > ENOUGH_DEPTH else SHARED_BYTES
+        if form.shared_bytes(w.K) <= (alone if sharing <= 1 else PROCESSOR_BYTES // sharing - 1024):
+            break
     return form
 
 
 def launch(form: Form, x: Tensor, w: DeviceInt, out: Tensor, batches: int, around: Around, folder: Path | None) -> None:
     """Fills `out` [*, N]; `batches`: how many tiles of `form.batch` rows of x there are, or may be."""
-    experts = 0 if around.starts is None else len(around.starts) - 1
     rows = x if x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 else x.contiguous()
-    onto = None if around.onto is None else around.onto.contiguous()
+    if around.onto is not None:
+        around = around._replace(onto=around.onto.contiguous())
     blocks = -(-out.shape[1] // form.outputs) * batches * form.parts
-    launcher, p = _launcher(form, blocks, form.shared_bytes(w.K, w.scale.shape[1]), x.device, folder)
-    p.weight, p.scale, p.zero, p.shift = _address(w.words), _address(w.scale), _address(w.zero), _address(w.shift)
-    p.x, p.onto, p.out, p.order, p.starts = map(_address, (rows, onto, out, around.order, around.starts))
-    p.N, p.K, p.groups, p.T, p.stride = out.shape[1], w.K, w.scale.shape[1], len(rows), 2 * rows.stride(0)
-    p.experts, p.active, p.alpha = experts, around.active, around.alpha
-    p.threshold = around.gate.threshold if around.gate else 0.0
+    launcher, p = _launcher(form, blocks, form.shared_bytes(w.K), x.device, folder)
+    fill(p, form, rows, w, out, batches, around)
     launcher(torch.cuda.current_stream(x.device).cuda_stream)
+
+
+def fill(p: Parameters, form: Form, x: Tensor, w: DeviceInt, out: Tensor, batches: int, around: Around) -> int:
+    """Sets what the kernel is told; how many blocks it takes."""
+    p.weight, p.scale, p.zero, p.shift = map(_address, (w.words, w.scale, w.zero, w.shift))
+    p.x, p.onto, p.out, p.order, p.starts = map(_address, (x, around.onto, out, around.order, around.starts))
+    p.N, p.K, p.groups, p.T, p.stride = out.shape[1], w.K, w.scale.shape[1], len(x), 2 * x.stride(0)
+    p.experts = 0 if around.starts is None else len(around.starts) - 1
+    p.active, p.alpha = around.active, around.alpha
+    p.threshold = around.gate.threshold if around.gate else 0.0
+    return -(-out.shape[1] // form.outputs) * batches * form.parts
 
 
 def _address(t: Tensor | None) -> int | None:
@@ -223,6 +269,7 @@ def _launcher(
 @functools.cache
 def kernel(form: Form, device: torch.device, folder: Path | None) -> nvrtc.Kernel:
     """Compiled or read from `folder` once a process and device."""
+    torch.zeros(1, device=device)  # makes the device's context current in this thread
     with torch.cuda.device(device):
         cubin = nvrtc.cached_cubin(source(form), form.options, "sm_90a", folder)
         return nvrtc.load(cubin, "rows", SHARED_BYTES)

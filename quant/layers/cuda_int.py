@@ -24,7 +24,7 @@ class CUDAInt:
     def __init__(
         self, packed: DeviceInt, dtype: torch.dtype, folder: Path | None = None, *, compiled: bool = True
     ) -> None:
-        self.packed, self.dtype = packed, dtype
+        self.packed, self.dtype, self.folder = packed, dtype, folder
         self.out_features = packed.N
         fits = compiled and gemv.supported(packed, dtype)
         self.gemv = gemv.Gemv(packed, dtype, folder) if fits else None
@@ -33,8 +33,7 @@ class CUDAInt:
 
     def over(self, packed: DeviceInt) -> CUDAInt:
         """The same kind of layer over other weights."""
-        folder = self.gemv.folder if self.gemv else None
-        return CUDAInt(packed, self.dtype, folder, compiled=self.gemv is not None)
+        return CUDAInt(packed, self.dtype, self.folder, compiled=self.gemv is not None)
 
     @property
     def nbytes(self) -> int:
@@ -44,7 +43,7 @@ class CUDAInt:
         if self.gemv and 0 < len(x) <= self.fused_rows:
             return self.gemv(x)
         if len(x) <= self.packed_rows:
-            return int_rows.product(x, self.packed)
+            return int_rows.product(x, self.packed, folder=self.folder)
         return functional.linear(x, self.dequantize())
 
     def fused(
@@ -66,7 +65,7 @@ class CUDAInt:
         if self.gemv and 0 < len(x) <= self.fused_rows:
             return self.gemv(x, onto=onto, alpha=alpha)
         if len(x) <= self.packed_rows:
-            return int_rows.product(x, self.packed, onto, alpha)
+            return int_rows.product(x, self.packed, onto, alpha, self.folder)
         return torch.addmm(onto, x, self.dequantize().T, alpha=alpha, out=onto if inplace else None)
 
     def dequantize(self) -> Tensor:  # [N, K]

@@ -94,7 +94,7 @@ def test_forms_fit_the_memory_of_a_block():
             scale = torch.empty(n, k // group, dtype=F16, device="meta")
             w = DeviceInt(bits, group, words, scale, None, scale.float())
             form = rows_cuda.choose(rows, w, BF16)
-            assert form.shared_bytes(k, k // group) <= rows_cuda.SHARED_BYTES
+            assert form.shared_bytes(k) <= rows_cuda.SHARED_BYTES
             assert form.parts <= min(8, -(-k // rows_cuda.STAGE))
 
 
