@@ -272,7 +272,7 @@ def closed(
                     goal = p * mass_from(near, number, value_of(key.to(tl.int32)), peak, cool)
                 key = threshold(near, number, peak, cool, step == 0, goal, key, top)
             found_least = value_of(key.to(tl.int32))
-        if (least > found_least) & (k == 0):
+        if least > found_least:
             masses = tl.load(floor_masses + row * blocks + lane, mask=lane < blocks, other=0.0)
         else:
             masses += listed_masses(
