@@ -6,6 +6,7 @@ An expert without tokens is not read, so a single token costs the weights of its
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from quant.kernels.rows_triton import KINDS, dependent, supported, target
 from quant.layers.around import Gate
 
 ROUTE_BLOCK = 64
-CUDA_EXPERTS = False
+CUDA_EXPERTS = True
 ENOUGH_BLOCKS = 264  # two for each multiprocessor of an H200
 
 
@@ -50,14 +51,15 @@ def moe_forward(
     down: Tensor | DeviceInt,  # [E, H, I], or packed [E * H, I]
     active: int,
     gate: Gate,
+    folder: Path | None = None,  # of compiled kernels
 ) -> Tensor:  # [T, H]
     """The `active` strongest experts of each token by the softmax of its logits, renormalised; always the same bits."""
     experts = router_logits.shape[1]
     if x.shape[0] == 0:
         return torch.empty_like(x)
     routing = route(router_logits, active)
-    hidden = _products(x, routing, gate_up, experts, gate)[0]
-    return _combine(_products(hidden, routing, down, experts, None), routing, x)
+    hidden = _products(x, routing, gate_up, experts, gate, folder)[0]
+    return _combine(_products(hidden, routing, down, experts, None, folder), routing, x)
 
 
 def fits(gate_up: Tensor | DeviceInt, down: Tensor | DeviceInt, dtype: torch.dtype) -> bool:
@@ -85,9 +87,10 @@ def _products(
     weights: Tensor | DeviceInt,
     experts: int,
     gate: Gate | None,
+    folder: Path | None,
 ) -> Tensor:  # [parts, T * active, N]
     if CUDA_EXPERTS and isinstance(weights, DeviceInt) and rows_cuda.supported(weights, x.dtype):
-        return _packed_products(x, routing, weights, experts, gate)[None]
+        return _packed_products(x, routing, weights, experts, gate, folder)[None]
     pairs = routing.order.shape[0]
     plain = isinstance(weights, Tensor)
     matrix = weights.flatten(0, 1) if isinstance(weights, Tensor) else weights.words
@@ -110,7 +113,7 @@ def _products(
 
 
 def _packed_products(
-    x: Tensor, routing: Routing, w: DeviceInt, experts: int, gate: Gate | None
+    x: Tensor, routing: Routing, w: DeviceInt, experts: int, gate: Gate | None, folder: Path | None
 ) -> Tensor:  # [T * active, N]
     pairs = len(routing.order)
     out = x.new_empty(pairs, w.N // experts // (2 if gate else 1))
@@ -118,7 +121,7 @@ def _packed_products(
     around = rows_cuda.Around(
         gate=gate, order=routing.order, starts=routing.starts, active=routing.active if gate else 0
     )
-    rows_cuda.launch(form, x, w, out, min(experts, pairs) + pairs // form.batch, around, None)
+    rows_cuda.launch(form, x, w, out, min(experts, pairs) + pairs // form.batch, around, folder)
     return out
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -17,13 +18,20 @@ from quant.layers.plain import Linear
 class Experts:
     """sum of share * down(gate(gate_up(x))) over each token's `active` strongest experts."""
 
-    def __init__(self, gate_up: Tensor | DeviceInt, down: Tensor | DeviceInt, active: int, gate: Gate) -> None:
-        self.gate_up, self.down, self.active, self.gate = gate_up, down, active, gate
+    def __init__(
+        self,
+        gate_up: Tensor | DeviceInt,
+        down: Tensor | DeviceInt,
+        active: int,
+        gate: Gate,
+        folder: Path | None = None,  # of compiled kernels
+    ) -> None:
+        self.gate_up, self.down, self.active, self.gate, self.folder = gate_up, down, active, gate, folder
 
     def __call__(self, x: Tensor, router_logits: Tensor) -> Tensor:  # [T, H], [T, E] -> [T, H]
         from quant.kernels.moe import moe_forward
 
-        return moe_forward(x, router_logits, self.gate_up, self.down, self.active, self.gate)
+        return moe_forward(x, router_logits, self.gate_up, self.down, self.active, self.gate, self.folder)
 
 
 def join_experts(
@@ -39,7 +47,10 @@ def join_experts(
 
     (gate_up, ups), (down, downs) = first, second
     dtype = gate_up.dtype if isinstance(gate_up, Tensor) else gate_ups[0].dtype  # type: ignore[attr-defined]
-    return (Experts(gate_up, down, active, gate), ups, list(downs)) if fits(gate_up, down, dtype) else None
+    if not fits(gate_up, down, dtype):
+        return None
+    folder = getattr(gate_ups[0], "folder", None)
+    return Experts(gate_up, down, active, gate, folder), ups, list(downs)
 
 
 def stack(layers: Sequence[Linear]) -> tuple[Tensor | DeviceInt, list[Linear]] | None:
