@@ -99,22 +99,19 @@ class Draws:
         state: DrawState,
         penalties: PenaltyState | None = None,
         allowed: Tensor | None = None,  # [S, ceil(V / 32)] int32, bit b of word w is token 32 * w + b
+        out: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Ids [S] int64 and peaks [S] float32: not finite where the row cannot be drawn."""
-        return self._drawn(logits, state, penalties, allowed)
+        """Ids [S] int64 and peaks [S] float32, into `out` if given: not finite where the row cannot be drawn."""
+        ids, peak = out or _results(logits)
+        if len(logits):
+            self._launch(logits, state, penalties, allowed, ids, peak)
+        return ids, peak
 
-    def greedy(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+    def greedy(self, logits: Tensor, out: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
         """The same for rows that are all greedy, in two launches."""
-        return self._drawn(logits, None, None, None)
-
-    def _drawn(
-        self, logits: Tensor, s: DrawState | None, pen: PenaltyState | None, allowed: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        count = len(logits)
-        ids = torch.empty(count, dtype=torch.int64, device=logits.device)
-        peak = torch.empty(count, dtype=torch.float32, device=logits.device)
-        if count:
-            self._launch(logits, s, pen, allowed, ids, peak)
+        ids, peak = out or _results(logits)
+        if len(logits):
+            self._launch(logits, None, None, None, ids, peak)
         return ids, peak
 
     def _launch(
@@ -161,6 +158,11 @@ class Draws:
         passes.last[grid](
             *shared, self.listed, self.fine_length, *closing, self.fine_edges, self.fine_sums, self.above, **width,
         )  # fmt: skip
+
+
+def _results(logits: Tensor) -> tuple[Tensor, Tensor]:
+    count = len(logits)
+    return logits.new_empty(count, dtype=torch.int64), logits.new_empty(count, dtype=torch.float32)
 
 
 def draw(logits: Tensor, state: DrawState) -> tuple[Tensor, Tensor]:
