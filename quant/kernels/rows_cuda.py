@@ -16,6 +16,7 @@ from quant.kernels.layout import DeviceInt
 from quant.layers.around import Gate
 
 SOURCE = Path(__file__).with_name("rows.cu")
+INSTRUCTIONS = Path(__file__).with_name("rows_ptx.cu")
 SCALES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 GATES = {"silu": 1, "relu": 2}
 STAGE = 128  # columns
@@ -111,7 +112,7 @@ def source(form: Form) -> str:
         f'                 : {operands} : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(x));',
         "}",
     )
-    return "\n".join(lines) + "\n" + SOURCE.read_text()
+    return "\n".join(lines) + "\n" + INSTRUCTIONS.read_text() + SOURCE.read_text()
 
 
 @functools.cache

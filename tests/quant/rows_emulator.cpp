@@ -9,7 +9,6 @@
 #include <deque>
 #include <vector>
 
-#define EMULATED
 #define __expf emulated_expf
 #define __device__
 #define __global__
