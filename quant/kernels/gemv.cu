@@ -6,9 +6,11 @@
 // with row t of x. The order of the columns inside a chunk is free as long as W and x agree on it: every lane loads 16
 // bytes at a time of W, and the same elements of x.
 //
-// W streams through shared memory (cp.async), DEPTH items ahead: an item is 8 rows by one step (two chunks). Requests
-// start before griddepcontrol.wait, while the kernel that computes x still runs. A step belongs to one warp, which
-// keeps its part of x in registers over all rows of the block; the warps' sums meet in shared memory at the end.
+// W streams through shared memory (cp.async), DEPTH items ahead: an item is two tiles of 8 rows (neighbours, or a gate
+// and its up) by one step (two chunks). Requests start before griddepcontrol.wait, while the kernel that computes x
+// still runs. A step belongs to one warp, which keeps its part of x in registers over all rows of the block; the warps'
+// sums meet in shared memory at the end. Between the wait and the first product stands nothing but the load of x: in
+// bfloat16 the norm's 1 / rms, the same for all columns, is applied to the sums.
 //
 // Set by the compiler's options: BITS (16: plain weights), HALF (x is float16, else bfloat16), SCALE (0 float16,
 // 1 bfloat16, 2 float32), KIND (0 middle, 1 zero points, 2 shifts), RUN (words in a row that share a scale: 4 where a
@@ -19,24 +21,26 @@ typedef unsigned short u16;
 typedef unsigned char u8;
 
 struct Params {
-    const u8 *weight, *scale, *zero;
-    const float *shift;
+    const u8 *weight, *scale, *zero, *shift;
     const u16 *x, *norm, *onto;
     void *out;
-    int N, K, groups, group, T, rows, column_warps, row_warps, gate, wide;
+    int N, K, groups, T;
+    int least_rows, longer_blocks;  // outputs of a block; the first `longer_blocks` have one more
+    int column_warps, row_warps, stages, gate, wide;
+    u32 group_inverse;  // 2^32 / group, rounded up: exact up to 65,535 columns
+    u32 mask;           // 0x000f000f, of which the compiler does not know: LOP3 takes one constant, and that is the exponent
     float eps, alpha, threshold;
-    u32 mask;  // 0x000f000f, of which the compiler does not know: LOP3 takes one constant, and that is the exponent
 };
 
 enum { CHUNK = BITS == 4 ? 128 : 64, STEP = 2 * CHUNK, CHUNK_BYTES = CHUNK * BITS / 8, STEP_BYTES = 2 * CHUNK_BYTES };
-enum { UNITS = BITS == 16 ? 2 : 1, PAIRS = CHUNK / 8, ITEM_BYTES = 1024 * UNITS, SUMS = BITS == 16 ? 1 : 4 / RUN };
+enum { UNITS = BITS == 16 ? 2 : 1, PAIRS = CHUNK / 8, TILE_BYTES = 1024 * UNITS, SUMS = BITS == 16 ? 1 : 4 / RUN };
+enum { SCALE_SIZE = SCALE == 2 ? 4 : 2, OTHER_SIZE = KIND == 1 ? 1 : 4 };
 #ifndef RESIDENT
 #define RESIDENT 2
 #endif
 #ifndef EARLY
 #define EARLY 0
 #endif
-static_assert(DEPTH >= 2, "two items are consumed at once");
 constexpr bool NARROW = BITS != 16 && RUN < 4;
 // What a code is above its value when it is read as a number: 2^7 + c in bfloat16 (2^7 + 2^11 + c of two halves for
 // 8 bits), 2^10 + c in float16.
@@ -82,18 +86,23 @@ __device__ __forceinline__ u32 opaque(u32 v) {
     asm volatile("mov.u32 %0, %0;" : "+r"(v));
     return v;
 }
-__device__ __forceinline__ float sum_over(float v, int lanes) { return v + __shfl_xor_sync(0xffffffffu, v, lanes); }
+__device__ __forceinline__ u32 product_pair(u32 a, u32 b) {  // bfloat16 only
+    u32 pair;
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(pair) : "r"(a), "r"(b));
+    return pair;
+}
 #endif
 
 __device__ __forceinline__ float plain(u16 bits) { return HALF ? half_to_float(bits) : __uint_as_float((u32)bits << 16); }
 
-struct Rows {  // of W that the block computes: `half` gate rows, as many up rows; without a gate all in one
-    int first, count, half_tiles, N;
-    __device__ __forceinline__ int row(int tile, int g) const {
-        return tile < half_tiles ? first + tile * 8 + g : N / 2 + first + (tile - half_tiles) * 8 + g;
-    }
-    __device__ __forceinline__ bool valid(int tile, int g) const {
-        return (tile < half_tiles ? tile : tile - half_tiles) * 8 + g < count;
+struct Block {
+    int first, count, tile_rows, tiles;  // its outputs, and how many of them two tiles of W give; how often two tiles
+    __device__ __forceinline__ Block(const Params &p, int block) {
+        const int longer = min(block, p.longer_blocks);
+        first = block * p.least_rows + longer;
+        count = p.least_rows + (block < p.longer_blocks);
+        tile_rows = p.gate ? 8 : 16;
+        tiles = (count + tile_rows - 1) / tile_rows;
     }
 };
 
@@ -121,76 +130,82 @@ __device__ __forceinline__ void load_x(u32 (&x)[BLOCKS][PAIRS], const u16 *from,
     }
 }
 
-__device__ __forceinline__ float squares(const u32 (&x)[PAIRS]) {
-    float sum = 0;
+// Adds the squares of the lane's columns, as products of x with itself, of which only the diagonal matters: it lies in
+// the lanes with t = g / 2.
+__device__ __forceinline__ void add_squares(float (&sum)[NB], const u32 (&x)[NB][PAIRS], int g) {
+#pragma unroll
+    for (int b = 0; b < NB; b++) {
+        float c[2][4] = {};
+#pragma unroll
+        for (int i = 0; i < PAIRS; i += 2) mma(c[i / 2 % 2], x[b][i], 0, x[b][i + 1], 0, x[b][i], x[b][i + 1]);
+        sum[b] += g % 2 ? c[0][1] + c[1][1] : c[0][0] + c[1][0];
+    }
+}
+
+// partial: [column_warps][NB][8], a row of x in two neighbours.
+__device__ __forceinline__ void leave_squares(float *partial, const float (&sum)[NB], int warp, int g, int t) {
+#pragma unroll
+    for (int b = 0; b < NB; b++)
+        if (t == g / 2) partial[(warp * NB + b) * 8 + g] = sum[b];
+}
+
+__device__ __forceinline__ float inverse_rms(const float *partial, int row, int warps, const Params &p) {
+    float all = 0;
+#pragma unroll 4
+    for (int w = 0; w < warps; w++) {
+        const float2 v = *(const float2 *)(partial + (w * NB + row / 4) * 8 + row % 4 * 2);
+        all += v.x + v.y;
+    }
+    return rsqrtf(__fdividef(all, (float)p.K) + p.eps);
+}
+
+__device__ __forceinline__ void weigh(u32 (&x)[PAIRS], const u32 (&weight)[PAIRS], float factor) {
 #pragma unroll
     for (int i = 0; i < PAIRS; i++) {
-        float low = plain((u16)x[i]), high = plain((u16)(x[i] >> 16));
-        sum = fmaf(low, low, fmaf(high, high, sum));
-    }
-    return sum;
-}
-
-__device__ __forceinline__ void scale_x(u32 (&x)[PAIRS], const u32 (&weight)[PAIRS], float factor) {
-#pragma unroll
-    for (int i = 0; i < PAIRS; i++)
-        x[i] = pack_pair(plain((u16)x[i]) * factor * plain((u16)weight[i]),
-                         plain((u16)(x[i] >> 16)) * factor * plain((u16)(weight[i] >> 16)));
-}
-
-// 1 / sqrt(mean square + eps) of the lane's rows of x; `partial` is shared, [column_warps][NB][4].
-__device__ __forceinline__ void inverse_rms(float (&factor)[NB], float *partial, const float (&sum)[NB], const Params &p,
-                                            float per_column, int warp, int lane) {
-#pragma unroll
-    for (int b = 0; b < NB; b++) {
-        float all = sum_over(sum_over(sum_over(sum[b], 1), 2), 4);
-        if (warp < p.column_warps && lane % 8 == 0) partial[(warp * NB + b) * 4 + lane / 8] = all;
-    }
-    __syncthreads();
-#pragma unroll
-    for (int b = 0; b < NB; b++) {
-        float all = 0;
-        for (int w = 0; w < p.column_warps; w++) all += partial[(w * NB + b) * 4 + lane / 8];
-        factor[b] = rsqrtf(fmaf(all, per_column, p.eps));
+        if constexpr (HALF)  // x * weight alone may leave float16's range
+            x[i] = pack_pair(plain((u16)x[i]) * factor * plain((u16)weight[i]),
+                             plain((u16)(x[i] >> 16)) * factor * plain((u16)(weight[i] >> 16)));
+        else
+            x[i] = product_pair(x[i], weight[i]);
     }
 }
 
-// A table with one value of `size` bytes a row and group, of which the block's rows lie in shared memory as they do in
-// memory: what is before the first and after the last value in a piece of 16 bytes comes along.
+// Values of `size` bytes, one a row and group, of which the block's rows lie in shared memory as they do in memory: what
+// is before the first and after the last in a piece of 16 bytes comes along.
 struct Table {
-    const u8 *shared;
-    int at[2];  // of the first gate row and the first up row
-    static __device__ __forceinline__ int half_bytes(int half_tiles, int groups, int size) {
-        return (half_tiles * 8 * groups * size + 15) / 16 * 16 + 16;
+    const u8 *first;
+    int second;  // bytes from a row to the one of the other tile
+    static __device__ __forceinline__ int half_bytes(const Params &p, const Block &block, int size) {
+        return (block.tiles * block.tile_rows * p.groups * size + 15) / 16 * 16 + 16;
     }
-    __device__ __forceinline__ void request_rows(u8 *to, const u8 *from, int size, const Params &p, const Rows &rows) {
-        const int room = half_bytes(rows.half_tiles, p.groups, size);
-        shared = to;
+    __device__ __forceinline__ void request_rows(u8 *to, const u8 *from, int size, const Params &p, const Block &block) {
+        const int room = half_bytes(p, block, size);
+        second = 8 * p.groups * size;
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             if (h == 1 && !p.gate) break;
-            const long long begin = (long long)rows.row(h * rows.half_tiles, 0) * p.groups * size, aligned = begin & ~15LL;
-            const long long end = begin + rows.count * p.groups * size, all = (long long)p.N * p.groups * size;
-            at[h] = h * room + (int)(begin - aligned) - h * rows.half_tiles * 8 * p.groups * size;
+            const long long begin = (long long)(block.first + h * (p.N / 2)) * p.groups * size, aligned = begin & ~15LL;
+            const long long end = begin + block.count * p.groups * size, all = (long long)p.N * p.groups * size;
+            const u8 *start = to + h * room + (int)(begin - aligned);
+            if (h == 0) first = start;
+            if (h == 1) second = (int)(start - first);
             for (long long i = aligned + threadIdx.x * 16; i < end; i += blockDim.x * 16)
                 request(address(to) + h * room + (int)(i - aligned), from + i, (int)min(16LL, all - i));
         }
     }
-    __device__ __forceinline__ const u8 *of(const Rows &rows, int tile) const {
-        return shared + (tile < rows.half_tiles ? at[0] : at[1]);
-    }
 };
 
 struct Scales {
-    Table scale, zero, shift;
+    Table scale, other;  // zero points or shifts
     // Beside the scale what goes to the sum of x, where it is not a constant.
-    __device__ __forceinline__ float2 get(const Rows &rows, int tile, int index) const {
-        const u8 *from = scale.of(rows, tile);
+    __device__ __forceinline__ float2 get(int tile, int index) const {
+        const u8 *from = scale.first + tile * scale.second;
         const float s = SCALE == 0   ? half_to_float(((const u16 *)from)[index])
                         : SCALE == 1 ? __uint_as_float((u32)((const u16 *)from)[index] << 16)
                                      : ((const float *)from)[index];
-        if (KIND == 1) return make_float2(s, -s * (ABOVE + zero.of(rows, tile)[index]));
-        if (KIND == 2) return make_float2(s, fmaf(-ABOVE, s, ((const float *)shift.of(rows, tile))[index]));
+        const u8 *beside = other.first + tile * other.second;
+        if (KIND == 1) return make_float2(s, -s * (ABOVE + beside[index]));
+        if (KIND == 2) return make_float2(s, fmaf(-ABOVE, s, ((const float *)beside)[index]));
         return make_float2(s, 0);
     }
 };
@@ -215,8 +230,6 @@ __device__ __forceinline__ void multiply(float (&even)[4], float (&odd)[4], u32 
         mma(odd, codes<4>(a, mask, H), codes<4>(b, mask, H), codes<12>(a, mask, H), codes<12>(b, mask, H), x[0], x[1]);
     }
 }
-
-template <int I> struct Count { static constexpr int value = I; };
 
 // What a step's columns mean for every row: which scales apply, and the sums of x that go with them.
 struct Part {
@@ -247,12 +260,12 @@ struct Part {
             }
 #pragma unroll
             for (int h = 0; h < 2; h++)
-                group[r][h] = min((step * STEP + h * CHUNK + r * (CHUNK / SUMS)) / p.group, p.groups - 1);
+                group[r][h] = min((int)__umulhi(step * STEP + h * CHUNK + r * (CHUNK / SUMS), p.group_inverse), p.groups - 1);
         }
     }
 };
 
-__device__ __forceinline__ void plain_item(float (&total)[NB], const u8 *from, const u32 (&x)[NB][PAIRS]) {
+__device__ __forceinline__ void plain_tile(float (&total)[NB], const u8 *from, const u32 (&x)[NB][PAIRS]) {
     float even[NB][4] = {}, odd[NB][4] = {};
 #pragma unroll
     for (int u = 0; u < 2; u++) {
@@ -267,9 +280,9 @@ __device__ __forceinline__ void plain_item(float (&total)[NB], const u8 *from, c
     for (int b = 0; b < NB; b++) total[b] = (even[b][0] + odd[b][0]) + (even[b][3] + odd[b][3]);
 }
 
-__device__ __forceinline__ void packed_item(float (&total)[NB], const u8 *from, const Scales &scales, const Rows &rows,
-                                            int tile, int groups, const Part &part, const u32 (&x)[NB][PAIRS], u32 slot,
-                                            int g, int t, u32 mask) {
+__device__ __forceinline__ void packed_tile(float (&total)[NB], const u8 *from, const Scales &scales, int tile,
+                                            int scale_row, const Part &part, const u32 (&x)[NB][PAIRS], u32 slot, int g,
+                                            int t, u32 mask) {
     u32 words[2][4];
 #pragma unroll
     for (int h = 0; h < 2; h++) {
@@ -288,7 +301,7 @@ __device__ __forceinline__ void packed_item(float (&total)[NB], const u8 *from, 
     for (int r = 0; r < SUMS; r++) {
         float2 scale[2];
 #pragma unroll
-        for (int h = 0; h < 2; h++) scale[h] = scales.get(rows, tile, (tile * 8 + g) * groups + part.group[r][h]);
+        for (int h = 0; h < 2; h++) scale[h] = scales.get(tile, scale_row + part.group[r][h]);
 #pragma unroll
         for (int b = 0; b < NB; b++) {
             float even[4] = {}, odd[4] = {};
@@ -310,154 +323,177 @@ __device__ __forceinline__ float activated(float gate, float up, const Params &p
     return gate >= p.threshold ? gate * up : 0.f * up;
 }
 
-extern "C" __global__ void __launch_bounds__(384, RESIDENT) gemv(const __grid_constant__ Params p) {
-    extern __shared__ __align__(16) u8 shared[];
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    const int column_warp = warp % p.column_warps, row_warp = warp / p.column_warps;
-    const int steps = (p.K + STEP - 1) / STEP, outputs = p.gate ? p.N / 2 : p.N;
-    const int first_row = blockIdx.x * p.rows, count = min(p.rows, outputs - first_row);
-    const int half_tiles = (p.rows + 7) / 8, tiles = p.gate ? 2 * half_tiles : half_tiles;
-    const Rows rows{first_row, count, half_tiles, p.N};
-    const int row_bytes = p.K * BITS / 8, warps = blockDim.x / 32;
-    const int my_steps = (steps - column_warp + p.column_warps - 1) / p.column_warps;
-    const int my_tiles = (tiles - row_warp + p.row_warps - 1) / p.row_warps, items = my_steps * my_tiles;
-    const int most = ((steps + p.column_warps - 1) / p.column_warps) * ((tiles + p.row_warps - 1) / p.row_warps);
-    const int stages = min(most, DEPTH);
-
-    u8 *ring = shared + warp * stages * ITEM_BYTES;
-    u8 *tables = shared + warps * stages * ITEM_BYTES;
-    const int halves = p.gate ? 2 : 1;
-    const int scale_bytes = BITS == 16 ? 0 : halves * Table::half_bytes(half_tiles, p.groups, SCALE == 2 ? 4 : 2);
-    const int other_bytes = KIND == 0 ? 0 : halves * Table::half_bytes(half_tiles, p.groups, KIND == 1 ? 1 : 4);
-    float *sums = (float *)(tables + scale_bytes + other_bytes);  // [column_warps][tiles][NB][32]
-    float *partial = sums + p.column_warps * tiles * NB * 32;
-
-    Scales scales;
-    if (BITS != 16) scales.scale.request_rows(tables, p.scale, SCALE == 2 ? 4 : 2, p, rows);
-    if (KIND == 1) scales.zero.request_rows(tables + scale_bytes, p.zero, 1, p, rows);
-    if (KIND == 2) scales.shift.request_rows(tables + scale_bytes, (const u8 *)p.shift, 4, p, rows);
-    close_requests();
-
-    // Where a lane's 16 bytes go: to itself, or, where lanes read each other's words, so that neither side has conflicts.
-    const u32 slot = NARROW ? (t * 8 + (g ^ (2 * t))) * 16 : lane * 16;
-    const u32 ring_address = address(ring);
-    const u8 *const ask_from = p.weight + (long long)rows.row(0, g) * row_bytes + t * 16;
-    const long long to_up = (long long)(p.N / 2 - half_tiles * 8) * row_bytes;
-    int asked = 0, ask_tile = row_warp, ask_at = column_warp * STEP_BYTES, ask_stage = 0;
-    auto ask = [&] {
-        if (asked < items) {
-            const bool live = rows.valid(ask_tile, g);
-            const u8 *from = ask_from + (ask_tile * 8 * row_bytes + ask_at) + (ask_tile < half_tiles ? 0 : to_up);
-#pragma unroll
-            for (int u = 0; u < 2 * UNITS; u++) {
-                const bool valid = live && ask_at + t * 16 + u * 64 < row_bytes;
-                request(ring_address + ask_stage * ITEM_BYTES + u * 512 + slot, from + u * 64, valid ? 16 : 0);
-            }
-            if (++asked == items && !EARLY) admit_next();  // its requests follow the block's own at once
-            ask_tile += p.row_warps;
-            if (ask_tile >= tiles) ask_tile = row_warp, ask_at += p.column_warps * STEP_BYTES;
-            if (++ask_stage == stages) ask_stage = 0;
-        }
-        close_requests();
-    };
-#pragma unroll 1
-    for (int i = 0; i < DEPTH; i++) ask();
-#if EARLY
-    admit_next();
-#endif
-    const int x_row = lane / 8, x_chunk = (lane / 4) % 2 * CHUNK;
-    u32 x[NB][PAIRS], weight[1][PAIRS];
-    if (p.norm) load_x(weight, p.norm, p.K, column_warp * STEP + x_chunk, t, 0, 1);
-    const float per_column = 1.f / p.K;
-    if (BITS != 16) await_requests<DEPTH>();  // the scales, for the next barrier
-    await_inputs();
-
-    float factor[NB];
-    // What the thread's output is added to, asked for now: memory is far.
-    const int own = threadIdx.x;
-    const float base = p.onto && own < count * p.T
-        ? plain(__ldcg(p.onto + (long long)(own / count) * outputs + first_row + own % count)) : 0.f;
-    if (p.norm) {
-        float sum[NB] = {};
-#pragma unroll 1
-        for (int s = column_warp + (my_steps - 1) * p.column_warps; s >= 0; s -= p.column_warps) {
-            load_x(x, p.x, p.K, s * STEP + x_chunk, t, x_row, p.T);
-#pragma unroll
-            for (int b = 0; b < NB; b++) sum[b] += squares(x[b]);
-        }
-        inverse_rms(factor, partial, sum, p, per_column, warp, lane);
-#pragma unroll
-        for (int b = 0; b < NB; b++) scale_x(x[b], weight[0], factor[b]);
-    } else {
-        load_x(x, p.x, p.K, column_warp * STEP + x_chunk, t, x_row, p.T);
-        if (BITS != 16) __syncthreads();
-    }
-
-    const u32 mask = opaque(p.mask);
-    int stage = 0;
-    for (int s = column_warp; s < steps; s += p.column_warps) {
-        if (s != column_warp) {
-            load_x(x, p.x, p.K, s * STEP + x_chunk, t, x_row, p.T);
-            if (p.norm) {
-                load_x(weight, p.norm, p.K, s * STEP + x_chunk, t, 0, 1);
-#pragma unroll
-                for (int b = 0; b < NB; b++) scale_x(x[b], weight[0], factor[b]);
-            }
-        }
-        Part part;
-        part.set(x, p, s);
-        // `count` items at once: their chains of products are independent.
-        auto consume = [&](auto count, int tile) {
-            constexpr int GANG = count.value;
-            await_requests<DEPTH - GANG>();
-            if (NARROW) __syncwarp();
-            float total[GANG][NB];
-#pragma unroll
-            for (int i = 0; i < GANG; i++) {
-                const u8 *from = ring + stage * ITEM_BYTES;
-                if constexpr (BITS == 16)
-                    plain_item(total[i], from + slot, x);
-                else
-                    packed_item(total[i], from, scales, rows, tile + i * p.row_warps, p.groups, part, x, slot, g, t, mask);
-                if (++stage == stages) stage = 0;
-            }
-#pragma unroll
-            for (int i = 0; i < GANG; i++)
-#pragma unroll
-                for (int b = 0; b < NB; b++) {
-                    float *to = sums + ((column_warp * tiles + tile + i * p.row_warps) * NB + b) * 32 + lane;
-                    *to = s == column_warp ? total[i][b] : *to + total[i][b];
-                }
-            if (NARROW) __syncwarp();
-#pragma unroll
-            for (int i = 0; i < GANG; i++) ask();
-        };
-        int tile = row_warp;
-        if constexpr (NB == 1 && !NARROW) {
-#pragma unroll 1
-            for (; tile + p.row_warps < tiles; tile += 2 * p.row_warps) consume(Count<2>{}, tile);
-            if (tile < tiles) consume(Count<1>{}, tile);
-        } else {
-#pragma unroll 1
-            for (; tile < tiles; tile += p.row_warps) consume(Count<1>{}, tile);
-        }
-    }
-
-    __syncthreads();
-    const int used = min(p.column_warps, steps);
-    for (int i = threadIdx.x; i < count * p.T; i += blockDim.x) {
-        const int r = i % count, row = i / count, at = row / 4 * 32 + r % 8 * 4 + row % 4;
+// The outputs: sums over the warps, what was on the way to them, and what they are added to. `base` is what this thread's
+// first output is added to.
+__device__ __forceinline__ void write_outputs(const Params &p, const Block &block, const float *sums,
+                                              const float *partial, int warps, float base) {
+    const int outputs = p.gate ? p.N / 2 : p.N, stride = block.tiles * 2 * NB * 32;
+    for (int i = threadIdx.x; i < block.count * p.T; i += blockDim.x) {
+        const int r = i % block.count, row = i / block.count;
+        const int tile = p.gate ? r / 8 * 2 : r / 8;
+        const float *from = sums + (tile * NB + row / 4) * 32 + r % 8 * 4 + row % 4;
         float y = 0, up = 0;
-        for (int w = 0; w < used; w++) y += sums[(w * tiles + r / 8) * NB * 32 + at];
+#pragma unroll 4
+        for (int w = 0; w < warps; w++) y += from[w * stride];
+        const float factor = p.norm && !HALF ? inverse_rms(partial, row, warps, p) : 1.f;
+        y *= factor;
         if (p.gate) {
-            for (int w = 0; w < used; w++) up += sums[(w * tiles + half_tiles + r / 8) * NB * 32 + at];
-            y = activated(y, up, p);
+#pragma unroll 4
+            for (int w = 0; w < warps; w++) up += from[w * stride + NB * 32];
+            y = activated(y, up * factor, p);
         }
-        const long long to = (long long)row * outputs + first_row + r;
-        y = p.onto ? fmaf(p.alpha, y, i == own ? base : plain(__ldcg(p.onto + to))) : p.alpha * y;
+        const long long to = (long long)row * outputs + block.first + r;
+        if (p.onto && i != threadIdx.x) base = plain(__ldcg(p.onto + to));
+        y = fmaf(p.alpha, y, base);
         if (p.wide)
             ((float *)p.out)[to] = y;
         else
             ((u16 *)p.out)[to] = (u16)pack_pair(y, 0.f);
     }
+}
+
+template <int I> struct Count { static constexpr int value = I; };
+
+extern "C" __global__ void __launch_bounds__(384, RESIDENT) gemv(const __grid_constant__ Params p) {
+    extern __shared__ __align__(16) u8 shared[];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int row_warp = warp / p.column_warps, column_warp = warp - row_warp * p.column_warps;
+    const Block block(p, blockIdx.x);
+    const int row_bytes = p.K * BITS / 8, steps = (p.K + STEP - 1) / STEP, used_warps = min(p.column_warps, steps);
+    const int my_steps = (steps - column_warp + p.column_warps - 1) / p.column_warps;
+    const int my_tiles = (block.tiles - row_warp + p.row_warps - 1) / p.row_warps;
+
+    const u32 ring_bytes = p.stages * 2 * TILE_BYTES;
+    u8 *const tables = shared + blockDim.x / 32 * ring_bytes;
+    const int halves = p.gate ? 2 : 1;
+    const int scale_bytes = BITS == 16 ? 0 : halves * Table::half_bytes(p, block, SCALE_SIZE);
+    const int other_bytes = KIND == 0 ? 0 : halves * Table::half_bytes(p, block, OTHER_SIZE);
+    float *const sums = (float *)(tables + scale_bytes + other_bytes);  // [column_warps][tiles][2][NB][32]
+    float *const partial = sums + p.column_warps * block.tiles * 2 * NB * 32;
+
+    Scales scales;
+    if (BITS != 16) scales.scale.request_rows(tables, p.scale, SCALE_SIZE, p, block);
+    if (KIND == 1) scales.other.request_rows(tables + scale_bytes, p.zero, OTHER_SIZE, p, block);
+    if (KIND == 2) scales.other.request_rows(tables + scale_bytes, p.shift, OTHER_SIZE, p, block);
+    close_requests();
+
+    // Where a lane's 16 bytes go: to itself, or, where lanes read each other's words, so that neither side has conflicts.
+    const u32 slot = NARROW ? (t * 8 + (g ^ (2 * t))) * 16 : lane * 16;
+    const u32 ring = address(shared) + warp * ring_bytes + slot;
+    const int second_rows = p.gate ? 0 : 8, tile_stride = block.tile_rows * p.row_warps;
+    const long long second = (long long)(p.gate ? p.N / 2 : 8) * row_bytes;
+    const u8 *ask_column = p.weight + (long long)(block.first + row_warp * block.tile_rows + g) * row_bytes +
+                           column_warp * STEP_BYTES + t * 16;
+    const u8 *ask_from = ask_column;
+    int ask_inside = row_bytes - column_warp * STEP_BYTES - t * 16, ask_row = row_warp * block.tile_rows + g;
+    int to_ask = my_steps * my_tiles, ask_tiles = my_tiles;
+    u32 ask_to = ring;
+    auto ask = [&] {
+        if (to_ask > 0) {
+            const bool first_live = ask_row < block.count, second_live = ask_row + second_rows < block.count;
+#pragma unroll
+            for (int u = 0; u < 2 * UNITS; u++) {
+                request(ask_to + u * 512, ask_from + u * 64, first_live && u * 64 < ask_inside ? 16 : 0);
+                request(ask_to + TILE_BYTES + u * 512, ask_from + second + u * 64,
+                        second_live && u * 64 < ask_inside ? 16 : 0);
+            }
+            ask_to += 2 * TILE_BYTES;
+            if (ask_to == ring + ring_bytes) ask_to = ring;
+            ask_row += tile_stride, ask_from += tile_stride * row_bytes;
+            if (--ask_tiles == 0) {
+                ask_tiles = my_tiles, ask_row = row_warp * block.tile_rows + g;
+                ask_column += p.column_warps * STEP_BYTES, ask_inside -= p.column_warps * STEP_BYTES;
+                ask_from = ask_column;
+            }
+            if (--to_ask == 0 && !EARLY) admit_next();  // its requests follow the block's own at once
+        }
+        close_requests();
+    };
+#pragma unroll 1
+    for (int i = 0; i < DEPTH; i++) ask();
+    if (EARLY) admit_next();
+
+    const int x_row = lane / 8, x_chunk = (lane / 4) % 2 * CHUNK;
+    u32 x[NB][PAIRS], weight[1][PAIRS];
+    float squares[NB] = {}, factor[NB] = {};
+    if (p.norm) load_x(weight, p.norm, p.K, column_warp * STEP + x_chunk, t, 0, 1);
+    if (BITS != 16) {
+        await_requests<DEPTH>();  // the scales
+        __syncthreads();
+    }
+    await_inputs();
+
+    load_x(x, p.x, p.K, column_warp * STEP + x_chunk, t, x_row, p.T);
+    // What the thread's output is added to, asked for now: memory is far.
+    float base = 0;
+    if (p.onto && threadIdx.x < block.count * p.T) {
+        const int row = threadIdx.x / block.count, outputs = p.gate ? p.N / 2 : p.N;
+        base = plain(__ldcg(p.onto + (long long)row * outputs + block.first + threadIdx.x - row * block.count));
+    }
+    if (HALF && p.norm) {
+#pragma unroll 1
+        for (int s = column_warp + (my_steps - 1) * p.column_warps; s >= 0; s -= p.column_warps) {
+            if (my_steps > 1) load_x(x, p.x, p.K, s * STEP + x_chunk, t, x_row, p.T);
+            add_squares(squares, x, g);
+        }
+        if (row_warp == 0) leave_squares(partial, squares, warp, g, t);
+        __syncthreads();
+#pragma unroll
+        for (int b = 0; b < NB; b++) factor[b] = inverse_rms(partial, x_row + 4 * b, p.column_warps, p);
+    }
+
+    const u32 mask = opaque(p.mask);
+    const int ring_start = warp * ring_bytes;
+    int at = ring_start;
+#pragma unroll 1
+    for (int s = column_warp; s < steps; s += p.column_warps) {
+        if (s != column_warp) {
+            load_x(x, p.x, p.K, s * STEP + x_chunk, t, x_row, p.T);
+            if (p.norm) load_x(weight, p.norm, p.K, s * STEP + x_chunk, t, 0, 1);
+        }
+        if (p.norm) {
+            if (!HALF) add_squares(squares, x, g);
+#pragma unroll
+            for (int b = 0; b < NB; b++) weigh(x[b], weight[0], factor[b]);
+        }
+        Part part;
+        part.set(x, p, s);
+        float *to = sums + (column_warp * block.tiles + row_warp) * 2 * NB * 32 + lane;
+        int row = row_warp * block.tile_rows;
+        // Both tiles of an item at once, whose chains of products are independent, or the first alone.
+        auto consume = [&](auto tiles) {
+            await_requests<DEPTH - 1>();
+            if (NARROW) __syncwarp();
+            float total[tiles.value][NB];
+#pragma unroll
+            for (int i = 0; i < tiles.value; i++) {
+                if constexpr (BITS == 16)
+                    plain_tile(total[i], shared + at + i * TILE_BYTES + slot, x);
+                else
+                    packed_tile(total[i], shared + at + i * TILE_BYTES, scales, i, (row + g) * p.groups, part, x, slot, g, t, mask);
+            }
+#pragma unroll
+            for (int i = 0; i < tiles.value; i++)
+#pragma unroll
+                for (int b = 0; b < NB; b++) {
+                    float &sum = to[(i * NB + b) * 32];
+                    sum = s == column_warp ? total[i][b] : sum + total[i][b];
+                }
+            if (NARROW) __syncwarp();
+            ask();
+            at += 2 * TILE_BYTES;
+            if (at == ring_start + (int)ring_bytes) at = ring_start;
+        };
+#pragma unroll 1
+        for (int i = 0; i < my_tiles; i++) {
+            if (row + second_rows < block.count)
+                consume(Count<2>{});
+            else
+                consume(Count<1>{});
+            row += tile_stride, to += 2 * NB * 32 * p.row_warps;
+        }
+    }
+    if (p.norm && !HALF && row_warp == 0) leave_squares(partial, squares, warp, g, t);
+    __syncthreads();
+    write_outputs(p, block, sums, partial, used_warps, base);
 }

@@ -23,7 +23,7 @@ GATES = {"silu": 1, "relu": 2}
 PROCESSORS = 132  # of an H200; another number changes the speed only
 FEWEST_WARPS, MOST_WARPS = 6, 12
 MOST_BLOCK_ROWS = 96
-PLAIN_DEPTH = 4  # items of plain weights are twice as long
+PLAIN_DEPTH = 3  # items of plain weights are twice as long
 ALIGNMENT = 16  # bytes of an access
 SHARED_BYTES = 227 << 10  # that a block may have on Hopper
 BLOCK_BYTES = 130 << 10  # that it is given, so that the next kernel's blocks find room beside it
@@ -44,17 +44,19 @@ class Parameters(ctypes.Structure):
         ("N", ctypes.c_int),
         ("K", ctypes.c_int),
         ("groups", ctypes.c_int),
-        ("group", ctypes.c_int),
         ("T", ctypes.c_int),
-        ("rows", ctypes.c_int),
+        ("least_rows", ctypes.c_int),
+        ("longer_blocks", ctypes.c_int),
         ("column_warps", ctypes.c_int),
         ("row_warps", ctypes.c_int),
+        ("stages", ctypes.c_int),
         ("gate", ctypes.c_int),
         ("wide", ctypes.c_int),
+        ("group_inverse", ctypes.c_uint32),
+        ("mask", ctypes.c_uint32),
         ("eps", ctypes.c_float),
         ("alpha", ctypes.c_float),
         ("threshold", ctypes.c_float),
-        ("mask", ctypes.c_uint32),
     )
 
 
@@ -68,7 +70,7 @@ class Form:
     kind: int = 0  # 0: every zero point is the middle; 1: zero points; 2: shifts
     run: int = 4  # words of a row under one scale, as the kernel reads them
     blocks: int = 1  # of 4 rows of x
-    depth: int = 12  # items requested ahead
+    depth: int = 6  # items requested ahead
 
     @property
     def step(self) -> int:
@@ -77,12 +79,12 @@ class Form:
 
     @property
     def item_bytes(self) -> int:
-        return 2048 if self.bits == 16 else 1024
+        return 4096 if self.bits == 16 else 2048
 
-    def table_bytes(self, values: int, halves: int) -> int:
-        """Of scales and what goes with them, in pieces of 16 bytes and one more."""
-        sizes = () if self.bits == 16 else (4 if self.scale == 2 else 2,) + ((), (1,), (4,))[self.kind]
-        return sum(halves * (-(-values // halves * size // 16) * 16 + 16) for size in sizes)
+    @property
+    def value_bytes(self) -> tuple[int, ...]:
+        """Of a scale and of what goes with it."""
+        return () if self.bits == 16 else (4 if self.scale == 2 else 2, *((), (1,), (4,))[self.kind])
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -92,9 +94,14 @@ class Form:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How a product is spread: rows of outputs a block, its warps along the columns and along the rows."""
+    """How a product is spread: over blocks, each with its share of the outputs, their warps along columns and rows."""
 
-    rows: int
+    form: Form
+    outputs: int
+    k: int
+    groups: int
+    gated: bool
+    blocks: int
     column_warps: int
     row_warps: int = 1
 
@@ -102,21 +109,23 @@ class Launch:
     def threads(self) -> int:
         return 32 * self.column_warps * self.row_warps
 
-    def grid(self, outputs: int) -> int:
-        return -(-outputs // self.rows)
+    @property
+    def tiles(self) -> int:
+        """Pairs of 8 rows of W in the largest block."""
+        return -(-self.outputs // self.blocks // (TILE if self.gated else 2 * TILE))
 
-    def shared_bytes(self, form: Form, k: int, groups: int, gated: bool) -> int:
-        tiles = -(-self.rows // TILE) * (2 if gated else 1)
-        steps = -(-k // form.step)
-        items = -(-steps // self.column_warps) * -(-tiles // self.row_warps)
-        ring = self.column_warps * self.row_warps * min(items, form.depth) * form.item_bytes
-        sums = self.column_warps * tiles * form.blocks * 128
-        return (
-            ring
-            + form.table_bytes(tiles * TILE * groups, 2 if gated else 1)
-            + sums
-            + self.column_warps * form.blocks * 16
-        )
+    @property
+    def stages(self) -> int:
+        """Items of a warp that are in shared memory at once."""
+        steps = -(-self.k // self.form.step)
+        return min(-(-steps // self.column_warps) * -(-self.tiles // self.row_warps), self.form.depth)
+
+    @property
+    def shared_bytes(self) -> int:
+        ring = self.column_warps * self.row_warps * self.stages * self.form.item_bytes
+        values, halves = self.tiles * (TILE if self.gated else 2 * TILE) * self.groups, 2 if self.gated else 1
+        tables = sum(halves * (-(-values * size // 16) * 16 + 16) for size in self.form.value_bytes)
+        return ring + tables + self.column_warps * self.form.blocks * (self.tiles * 256 + 32)
 
 
 def choose(form: Form, n: int, k: int, groups: int, gated: bool) -> Launch:
@@ -124,14 +133,13 @@ def choose(form: Form, n: int, k: int, groups: int, gated: bool) -> Launch:
 
     The warps share out the columns so that as few as possible idle in the last round.
     """
-    halves, steps = 2 if gated else 1, -(-k // form.step)
+    steps, outputs = -(-k // form.step), n // 2 if gated else n
     candidates = range(min(steps, FEWEST_WARPS), min(steps, MOST_WARPS) + 1)
     column_warps = min(candidates, key=lambda c: (-(-steps // c) * c - steps, -c))
-    outputs = n // halves
-    blocks = max(-(-outputs * halves // MOST_BLOCK_ROWS), min(outputs, PROCESSORS))
-    launch = Launch(-(-outputs // blocks), column_warps, max(1, FEWEST_WARPS // column_warps))
-    while launch.rows > 1 and launch.shared_bytes(form, k, groups, gated) > BLOCK_BYTES:
-        launch = replace(launch, rows=launch.rows // 2)
+    blocks = max(-(-n // MOST_BLOCK_ROWS), min(outputs, PROCESSORS))
+    launch = Launch(form, outputs, k, groups, gated, blocks, column_warps, max(1, FEWEST_WARPS // column_warps))
+    while launch.blocks < outputs and launch.shared_bytes > BLOCK_BYTES:
+        launch = replace(launch, blocks=min(outputs, 2 * launch.blocks))
     return launch
 
 
@@ -152,12 +160,14 @@ def _run(bits: int, group: int) -> int:
 
 def parameters(weight: Tensor | DeviceInt, launch: Launch) -> Parameters:
     """All that does not change from call to call."""
-    p = Parameters(rows=launch.rows, column_warps=launch.column_warps, row_warps=launch.row_warps, mask=0x000F000F)
+    p = Parameters(K=launch.k, groups=launch.groups, mask=0x000F000F, stages=launch.stages)
+    p.column_warps, p.row_warps = launch.column_warps, launch.row_warps
+    p.least_rows, p.longer_blocks = divmod(launch.outputs, launch.blocks)
     if isinstance(weight, Tensor):
-        p.weight, (p.N, p.K), p.groups, p.group = weight.data_ptr(), weight.shape, 1, weight.shape[1]
+        p.weight, p.N = weight.data_ptr(), weight.shape[0]
         return p
-    p.weight, p.scale, p.N, p.K = weight.words.data_ptr(), weight.scale.data_ptr(), weight.N, weight.K
-    p.groups, p.group = weight.scale.shape[1], weight.group
+    p.weight, p.scale, p.N = weight.words.data_ptr(), weight.scale.data_ptr(), weight.N
+    p.group_inverse = -(-(2**32) // weight.group)
     p.zero = None if weight.zero is None else weight.zero.data_ptr()
     p.shift = None if weight.shift is None else weight.shift.data_ptr()
     return p
@@ -221,11 +231,11 @@ class Gemv:
     def _launcher(self, blocks: int, gated: bool) -> tuple[nvrtc.Launcher, Parameters]:
         key = blocks, gated
         if key not in self.launchers:
-            launch, form = choose(self.form, self.N, self.K, self.groups, gated), replace(self.form, blocks=blocks)
-            shared = launch.shared_bytes(form, self.K, self.groups, gated)
-            grid = launch.grid(self.N // 2 if gated else self.N)
+            form = replace(self.form, blocks=blocks)
+            launch = choose(form, self.N, self.K, self.groups, gated)
             fixed = parameters(self.weight, launch)
-            self.launchers[key] = self._kernel(blocks).launcher(grid, launch.threads, shared, fixed), fixed
+            prepared = self._kernel(blocks).launcher(launch.blocks, launch.threads, launch.shared_bytes, fixed)
+            self.launchers[key] = prepared, fixed
         return self.launchers[key]
 
     def _kernel(self, blocks: int) -> nvrtc.Kernel:

@@ -67,7 +67,10 @@ def test_what_is_around(scheme: Scheme | None, gate: Gate | None) -> None:
         x, onto = inputs(rows, 576, torch.bfloat16), inputs(rows, 528 if gate else 1056, torch.bfloat16)
         y = layer.fused(x, norm, gate, onto, 0.3)  # type: ignore[attr-defined]
         exact = around(lambda v: v.double() @ plain.T, norm(x), None, gate, onto.double(), 0.3)
-        assert relative_error(y, exact) < ROUNDING[torch.bfloat16]
+        settled = torch.ones_like(y, dtype=torch.bool)
+        if gate and gate.kind == "relu":  # a gate within rounding of the threshold may fall on either side
+            settled = ((norm(x).double() @ plain.T)[:, :528] - gate.threshold).abs() > 0.01
+        assert relative_error(y[settled], exact[settled]) < ROUNDING[torch.bfloat16]
 
 
 def test_a_row_gives_the_same_beside_others() -> None:

@@ -61,6 +61,8 @@ static void __syncwarp() { meet_warp(); }
 static float __uint_as_float(unsigned bits) { float f; std::memcpy(&f, &bits, 4); return f; }
 static unsigned as_bits(float f) { unsigned bits; std::memcpy(&bits, &f, 4); return bits; }
 static float emulated_expf(float v) { return std::exp(v); }
+static float __fdividef(float a, float b) { return a / b; }
+static unsigned __umulhi(unsigned a, unsigned b) { return (unsigned long long)a * b >> 32; }
 static float rsqrtf(float v) { return 1.f / std::sqrt(v); }
 static float half_to_float(unsigned short bits) { _Float16 h; std::memcpy(&h, &bits, 2); return (float)h; }
 static unsigned rounded(float v) {
@@ -74,6 +76,9 @@ static float number(unsigned pair, int high) {
     return HALF ? half_to_float(bits) : __uint_as_float((unsigned)bits << 16);
 }
 static unsigned opaque(unsigned v) { return v; }
+static unsigned product_pair(unsigned a, unsigned b) {
+    return pack_pair(number(a, 0) * number(b, 0), number(a, 1) * number(b, 1));
+}
 static unsigned address(const void *p) { return (const unsigned char *)p - shared; }
 static void request(unsigned to, const unsigned char *from, int bytes) {
     Thread &t = threads[current];
@@ -90,14 +95,6 @@ template <int LATER> static void await_requests() {
 static void await_inputs() {}
 static void admit_next() {}
 template <class T> static T __ldcg(const T *p) { return *p; }
-static float sum_over(float v, int lanes) {
-    auto &lane = exchange[current / 32];
-    lane[current % 32][0] = as_bits(v);
-    meet_warp();
-    const float other = __uint_as_float(lane[(current % 32) ^ lanes][0]);
-    meet_warp();
-    return v + other;
-}
 // PTX ISA, "Matrix fragments for mma.m16n8k16": lane (g, t) holds of A rows g and g + 8, columns 2t, 2t + 1 and 8 more;
 // of B the same columns as rows, in column g; of C rows g and g + 8, columns 2t and 2t + 1.
 static void mma(float (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {

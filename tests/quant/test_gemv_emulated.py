@@ -58,7 +58,7 @@ def integers(bits: int, n: int, k: int, group: int, kind: str, scale: torch.dtyp
 def run(
     library: ctypes.CDLL,
     form: Form,
-    launch: Launch,
+    spread: tuple[int, int, int],
     weight: Tensor | DeviceInt,
     x: Tensor,
     norm: Norm | None = None,
@@ -67,14 +67,19 @@ def run(
     alpha: float = 1.0,
     wide: bool = False,
 ) -> Tensor:
+    n, k = weight.shape if isinstance(weight, Tensor) else (weight.N, weight.K)
+    groups = 1 if isinstance(weight, Tensor) else weight.scale.shape[1]
+    launch = Launch(form, n // 2 if gate else n, k, groups, gate is not None, *spread)
     p = parameters(weight, launch)
-    outputs = p.N // 2 if gate else p.N
-    out = torch.full((x.shape[0], outputs), torch.nan, dtype=torch.float32 if wide else x.dtype)
+    out = torch.full((x.shape[0], launch.outputs), torch.nan, dtype=torch.float32 if wide else x.dtype)
     set_call(p, x, out, norm, gate, onto, alpha)
-    shared = launch.shared_bytes(form, p.K, p.groups, gate is not None)
-    library.emulate(ctypes.byref(p), launch.grid(outputs), launch.threads, shared)
-    assert not library.overrun(shared)
+    library.emulate(ctypes.byref(p), launch.blocks, launch.threads, launch.shared_bytes)
+    assert not library.overrun(launch.shared_bytes)
     return out
+
+
+def plain(n: int, k: int) -> Tensor:
+    return torch.randn(n, k, generator=torch.Generator().manual_seed(n)).bfloat16()
 
 
 def inputs(rows: int, k: int, dtype: torch.dtype) -> Tensor:
@@ -82,7 +87,7 @@ def inputs(rows: int, k: int, dtype: torch.dtype) -> Tensor:
 
 
 def check(
-    emulated: Emulate, weight: Tensor | DeviceInt, launch: Launch, rows: int = 1, dtype: torch.dtype = torch.bfloat16,
+    emulated: Emulate, weight: Tensor | DeviceInt, spread: tuple[int, int, int], rows: int = 1, dtype: torch.dtype = torch.bfloat16,
     depth: int = 2, norm: bool = False, gate: Gate | None = None, onto: bool = False, wide: bool = False,
 ) -> None:  # fmt: skip
     form = replace(form_of(weight, dtype), blocks=-(-rows // 4), depth=depth)
@@ -90,7 +95,7 @@ def check(
     n = weight.shape[0] if isinstance(weight, Tensor) else weight.N
     x, before = inputs(rows, k, dtype), Norm(inputs(1, k, dtype)[0].abs(), 1e-5) if norm else None
     base = inputs(rows, n // 2 if gate else n, dtype) if onto else None
-    y = run(emulated(form), form, launch, weight, x, before, gate, base, 0.37 if onto else 1.0, wide)
+    y = run(emulated(form), form, spread, weight, x, before, gate, base, 0.37 if onto else 1.0, wide)
     dense = weight.double() if isinstance(weight, Tensor) else weight.dequantize(torch.float64)
     wide_base = None if base is None else base.double()
     normed = before(x).double() if before else x.double()
@@ -114,23 +119,23 @@ def check(
 def test_integers(
     emulated: Emulate, bits: int, group: int, kind: str, dtype: torch.dtype, scale: torch.dtype
 ) -> None:  # fmt: skip
-    check(emulated, integers(bits, 21, 384, group, kind, scale), Launch(19, 2), dtype=dtype, wide=True)
+    check(emulated, integers(bits, 21, 384, group, kind, scale), (2, 2, 1), dtype=dtype, wide=True)
 
 
 @pytest.mark.parametrize("rows", [1, 4, 5, 8])
 @pytest.mark.parametrize("bits", [4, 8, 16])
 def test_rows_of_x(emulated: Emulate, bits: int, rows: int) -> None:
-    weight = torch.randn(37, 200).bfloat16() if bits == 16 else integers(bits, 37, 352, 32, "middle")
-    check(emulated, weight, Launch(24, 1, 2), rows, norm=True)
+    weight = plain(37, 200) if bits == 16 else integers(bits, 37, 352, 32, "middle")
+    check(emulated, weight, (2, 1, 2), rows, norm=True)
 
 
 @pytest.mark.parametrize("gate", [Gate("silu"), Gate("relu", 0.1), None])
 @pytest.mark.parametrize("bits", [4, 16])
 def test_what_is_around(emulated: Emulate, bits: int, gate: Gate | None) -> None:
-    weight = torch.randn(42, 264).bfloat16() if bits == 16 else integers(bits, 42, 288, 288, "middle")
-    check(emulated, weight, Launch(9, 2, 2), 3, gate=gate, onto=True, norm=True)
+    weight = plain(42, 264) if bits == 16 else integers(bits, 42, 288, 288, "middle")
+    check(emulated, weight, (4, 2, 2), 3, gate=gate, onto=True, norm=True)
 
 
-@pytest.mark.parametrize("depth", [2, 3, 5])
+@pytest.mark.parametrize("depth", [1, 2, 5])
 def test_fewer_requests_ahead_than_items(emulated: Emulate, depth: int) -> None:
-    check(emulated, integers(4, 40, 512, 128, "middle"), Launch(40, 1), 1, depth=depth, wide=True)
+    check(emulated, integers(4, 40, 512, 128, "middle"), (1, 1, 1), 1, depth=depth, wide=True)
