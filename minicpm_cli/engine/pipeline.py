@@ -16,11 +16,12 @@ from minicpm_cli.engine.graphs import Capture, DecodeSteps, DeviceDraw, Work, pa
 from minicpm_cli.engine.inputs import kind_of
 from minicpm_cli.engine.penalties import Penalties
 from minicpm_cli.engine.prefills import PrefillSteps
-from minicpm_cli.engine.scheduler import Plan
+from minicpm_cli.engine.scheduler import Chunk, Plan
 from minicpm_cli.engine.sequence import Drawn, EngineConfig, Sequence
 from minicpm_cli.kernels.batch import ForwardBatch
 
 SLOTS = 2  # one step is in flight while the next is written
+PROMPTS_APART = 2  # short prompts of a step that run one by one; more together
 
 
 class Mark(Protocol):
@@ -93,7 +94,7 @@ class Pipeline:
         columns = -(-config.limit // config.page_size)
         layout, self.pinned = DecodeLayout(config.max_seqs, columns), device.type == "cuda"
         self.steps = DecodeSteps(layout, config.page_size, device, run, draw, capture)
-        self.prefills = PrefillSteps(columns, config.page_size, device, run, draw.penalties, self.steps.take, capture)
+        self.prefills = PrefillSteps(columns, config.page_size, device, run, draw, capture)
         self.submit: Submit = submit_cuda if self.pinned else submit_now
         self._slots = [Slot(layout, config.page_size, draw.penalties, pinned=self.pinned) for _ in range(SLOTS)]
         self._turn = 0
@@ -106,7 +107,7 @@ class Pipeline:
     def launch(self, plan: Plan) -> DeviceFlight:
         slot = self._slots[self._turn]
         slot.mark.synchronize()
-        work = self._decode(plan, slot) if plan.decodes else self._prefill(plan) or self._mixed(plan)
+        work = self._apart(plan, slot) or self._mixed(plan)
         begin = self.draw.penalties.begin()
         for row, seq in enumerate(plan.sampled):
             seq.row = row
@@ -135,17 +136,42 @@ class Pipeline:
         for slot in self._slots:
             slot.mark.synchronize()
 
+    def _apart(self, plan: Plan, slot: Slot) -> Work | None:
+        """The decodes and each of a few short prompts for itself, on static buffers; None if these are more.
+
+        The weights are read more than once, which takes less time than the host needs to launch kernel by kernel.
+        """
+        prompts = plan.chunks[plan.decoding :]
+        sizes = [self.prefills.size(chunk) for chunk in prompts[: PROMPTS_APART + 1]]
+        if len(sizes) > PROMPTS_APART or 0 in sizes:
+            return None
+        works = [self._decode(Plan(plan.chunks[: plan.decoding]), slot)] if plan.decoding else []
+        row = plan.decoding
+        for chunk, size in zip(prompts, sizes, strict=True):
+            works.append(self._prefill(chunk, size, row))
+            row += chunk.sample
+
+        def work() -> None:
+            for part in works:
+                part()
+
+        return work
+
     def _decode(self, plan: Plan, slot: Slot) -> Work:
         count, kind = padded(len(plan.chunks), self.config.max_seqs), kind_of(plan.sampled)
         sent = slot.inputs.fill(plan, count, kind)
         return lambda: self.steps.launch(sent, plan, count, kind)
 
-    def _prefill(self, plan: Plan) -> Work | None:
-        size, kind = self.prefills.size(plan), kind_of(plan.sampled)
-        if not size:
-            return None
-        host = self.prefills.build(plan, size, pinned=self.pinned)
-        return lambda: self.prefills.launch(host, size, kind)
+    def _prefill(self, chunk: Chunk, size: int, row: int) -> Work:
+        host, kind = self.prefills.build(chunk, size, pinned=self.pinned), kind_of((chunk.seq,))
+
+        def work() -> None:
+            self.prefills.launch(host, size, kind)
+            if chunk.sample:
+                self.steps.drawn[row].copy_(self.prefills.drawn[0])
+                self.steps.peaks[row].copy_(self.prefills.peak[0])
+
+        return work
 
     def _mixed(self, plan: Plan) -> Work:
         kind = kind_of(plan.sampled)

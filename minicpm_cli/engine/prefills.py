@@ -1,4 +1,4 @@
-"""A short prompt alone, as a chat's turn begins: the host would take longer to launch its kernels than they do to run.
+"""A short prompt for itself, as a chat's turn begins: launching its kernels would take longer than they do to run.
 
 Its tokens are padded to a few sizes, which are captured as decode steps are. Behind them comes a sequence of padding
 that lives in the dummy page.
@@ -12,18 +12,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minicpm_cli.engine.graphs import Capture, Work
-from minicpm_cli.engine.inputs import Kind, StepInputs, Tensors, fill_draws, kind_of, step_layout
+from minicpm_cli.engine.graphs import Capture, DeviceDraw, Work
+from minicpm_cli.engine.inputs import Kind, StepInputs, fill_draws, kind_of, step_layout
 from minicpm_cli.engine.pages import DUMMY
-from minicpm_cli.engine.penalties import Penalties
-from minicpm_cli.engine.scheduler import Plan
+from minicpm_cli.engine.scheduler import Chunk
 from minicpm_cli.kernels.batch import ForwardBatch
 
-SIZES = (16, 32, 64, 96, 128, 192, 256, 384, 512)  # tokens; with more the device is busy longer than the host
+SIZES = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)  # tokens; with more the device takes longer than the host
 
 
 class PrefillSteps:
-    """Steps of one sequence on static buffers, one for each size. `take` draws from their logits."""
+    """Steps of one sequence on static buffers, one for each size."""
 
     def __init__(
         self,
@@ -31,26 +30,26 @@ class PrefillSteps:
         page_size: int,
         device: torch.device,
         run: Callable[[ForwardBatch], Tensor],
-        penalties: Penalties,
-        take: Callable[[Tensor, Kind, Tensors], None],
+        draw: DeviceDraw,
         capture: Capture | None,
     ) -> None:
         self.columns, self.page_size, self.device = columns, page_size, device
-        self._run, self._penalties, self._take, self._capture = run, penalties, take, capture
+        self._run, self._draw, self._capture = run, draw, capture
+        self.drawn = torch.zeros(1, dtype=torch.int64, device=device)
+        self.peak = torch.zeros(1, dtype=torch.float32, device=device)
         self._buffers: dict[int, Tensor] = {}
         self._seen: set[tuple[int, Kind]] = set()
         self._graphs: dict[tuple[int, Kind], Work] = {}
 
-    def size(self, plan: Plan) -> int:
-        """How many tokens the plan is padded to; 0: it is none of these steps."""
-        tokens = plan.tokens
-        if len(plan.chunks) != 1 or tokens > SIZES[-1] or kind_of(plan.sampled) == "penalised":
+    def size(self, chunk: Chunk) -> int:
+        """How many tokens a chunk is padded to; 0: it is none of these steps."""
+        if chunk.size > SIZES[-1] or chunk.seq.penalised:
             return 0
-        size = next(size for size in SIZES if size >= tokens)
-        return size if size - tokens <= self.columns * self.page_size else 0
+        size = next(size for size in SIZES if size >= chunk.size)
+        return size if size - chunk.size <= self.columns * self.page_size else 0
 
     def launch(self, host: StepInputs, size: int, kind: Kind) -> None:
-        """Runs the step. A size is captured when it comes again: what runs once shall not wait for that."""
+        """Leaves what is drawn in `drawn` and `peak`. A size is captured when it comes again: once would not pay."""
         if size not in self._buffers:
             self._buffers[size] = torch.empty(host.layout.stop, dtype=torch.uint8, device=self.device)
         self._buffers[size].copy_(host.buffer, non_blocking=True)
@@ -65,11 +64,11 @@ class PrefillSteps:
 
     def _step(self, host: StepInputs, size: int, kind: Kind) -> None:
         there = host.layout.device(self._buffers[size])
-        self._take(self._run(host.batch(there)), kind, there)
+        self._draw(self._run(host.batch(there)), kind, there, self.drawn, self.peak)
 
-    def build(self, plan: Plan, size: int, *, pinned: bool) -> StepInputs:
-        """The one chunk, then the padding; of the padding nothing is sampled. An unsampled chunk's draw is not read."""
-        ((seq, start, count, _),) = plan.chunks
+    def build(self, chunk: Chunk, size: int, *, pinned: bool) -> StepInputs:
+        """The chunk, then the padding; of that nothing is sampled. Nobody reads what an unsampled chunk draws."""
+        seq, start, count, _ = chunk
         rest = size - count
         layout = step_layout(size, 2, 1, self.columns)
         buffer = torch.empty(layout.stop, dtype=torch.uint8, pin_memory=pinned)
@@ -83,6 +82,6 @@ class PrefillSteps:
         slots[count:] = DUMMY * self.page_size + offset[count:]
         kv_lens = start + count, max(rest, 1)
         host["q_start"][:], host["kv_len"][:], host["last"][:] = (0, count, size), kv_lens, count - 1
-        if kind_of(plan.sampled) != "greedy":
-            fill_draws(host, plan.sampled, self._penalties)
+        if kind_of((seq,)) != "greedy":
+            fill_draws(host, [seq], self._draw.penalties)
         return StepInputs(layout, buffer, self.page_size, (count, rest), kv_lens, (seq.run, -1))

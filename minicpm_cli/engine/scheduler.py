@@ -30,13 +30,14 @@ class Chunk(NamedTuple):
 
 
 class Plan:
-    """`sampled` are the sequences that a next token is drawn for; a plan that `decodes` computes one token of each."""
+    """`sampled` are the sequences that a next token is drawn for. The first `decoding` chunks are one token of each."""
 
     def __init__(self, chunks: list[Chunk]) -> None:
         self.chunks = chunks
         self.sampled = [chunk.seq for chunk in chunks if chunk.sample]
         self.tokens = sum([chunk.size for chunk in chunks])
         self.decodes = self.tokens == len(chunks) == len(self.sampled)
+        self.decoding = next((i for i, chunk in enumerate(chunks) if chunk.size > 1 or not chunk.sample), len(chunks))
         self.hosted = any(chunk.seq.hosted for chunk in chunks)
 
 
