@@ -70,7 +70,8 @@ def test_what_is_around(scheme: Scheme | None, gate: Gate | None) -> None:
         settled = torch.ones_like(y, dtype=torch.bool)
         if gate and gate.kind == "relu":  # a gate within rounding of the threshold may fall on either side
             settled = ((norm(x).double() @ plain.T)[:, :528] - gate.threshold).abs() > 0.01
-        assert relative_error(y[settled], exact[settled]) < ROUNDING[torch.bfloat16]
+        # The norm's inputs to the product are rounded at another place than the reference rounds them.
+        assert relative_error(y[settled], exact[settled]) < 2 * ROUNDING[torch.bfloat16]
 
 
 def test_a_row_gives_the_same_beside_others() -> None:
