@@ -51,6 +51,10 @@ class DecodeAttention:
         tiling: Tiling | Cut | None = None,
     ) -> Tensor:  # [B, Hq, Dv]
         """softmax(q k^T * scale) v over each row's kv_len tokens, whatever other rows and the order of blocks."""
+        if isinstance(tiling, Cut):
+            return attention_decode_cuda.decode(
+                q, cache, page_table, kv_len, scale, page_size, None, tiling, self._folder
+            )
         history = History(cache, page_table, kv_len, page_size)
         if q.shape[1] == cache.k.shape[2]:
             return self._multi_head(q, history, scale, None, tiling)
@@ -68,6 +72,10 @@ class DecodeAttention:
         tiling: Tiling | Cut | None = None,
     ) -> Tensor:  # [B, Hq, D]
         """reference.rope_store for each row's newest token, and its attention, in one launch; qkv stays as it is."""
+        if isinstance(tiling, Cut):
+            return attention_decode_cuda.decode(
+                qkv, cache, page_table, kv_len, scale, page_size, turn, tiling, self._folder
+            )
         history = History(cache, page_table, kv_len, page_size)
         heads = qkv.shape[1] - 2 * cache.k.shape[2]
         if heads == cache.k.shape[2]:
@@ -75,12 +83,9 @@ class DecodeAttention:
         return self._grouped(qkv, heads, history, scale, turn, tiling)
 
     def _multi_head(
-        self, q: Tensor, history: History, scale: float, turn: Turn | None, tiling: Tiling | Cut | None
+        self, q: Tensor, history: History, scale: float, turn: Turn | None, tiling: Tiling | None
     ) -> Tensor:
         cache = history.cache
-        if isinstance(tiling, Cut):
-            table, kv_len, page = history.page_table, history.kv_len, history.page_size
-            return attention_decode_cuda.decode(q, cache, table, kv_len, scale, page, turn, tiling, self._folder)
         rows, heads, width = len(q), *cache.k.shape[2:]
         t = tiling or multi_head_tiling(rows, history)
         assert heads % t.block == 0
@@ -104,11 +109,10 @@ class DecodeAttention:
         history: History,
         scale: float,
         turn: Turn | None,
-        tiling: Tiling | Cut | None,
+        tiling: Tiling | None,
     ) -> Tensor:
         cache = history.cache
         rows, (keys, width), value = len(q), cache.k.shape[2:], cache.v.shape[3]
-        assert not isinstance(tiling, Cut)
         t = tiling or grouped_tiling(rows, history)
         group, first = heads // keys, 1 << (width.bit_length() - 1)
         shared = cache.rows.shape[1] == keys  # MLA keeps no values of their own

@@ -1,4 +1,4 @@
-"""Decode attention on Hopper with a key head for each query head: what the kernel in attention_decode.cu is told."""
+"""Decode attention on Hopper: what the kernels in attention_decode_heads.cu and _grouped.cu are told."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from torch import Tensor
 from minicpm_cli.kernels.cache import LayerCache
 from quant.kernels import nvrtc
 
-SOURCE = Path(__file__).with_name("attention_decode.cu")
+FOLDER = Path(__file__).parent
+COMMON, HEADS, GROUPED = "attention_decode_common.cu", "attention_decode_heads.cu", "attention_decode_grouped.cu"
 KINDS = {torch.float8_e4m3fn: 1, torch.int8: 2}
 SHARED_BYTES = 227 << 10  # that a block may have on Hopper
 LOG2_E = math.log2(math.e)
@@ -46,19 +47,20 @@ class Parameters(ctypes.Structure):
 class Cut:
     """How the work is divided."""
 
-    block: int = 1  # heads of a block
+    block: int = 1  # heads of a block, where each query head has its own key head
     cluster: int = 1  # blocks along one sequence, at most 8
     warps: int = 4
-    depth: int = 2  # tokens of a thread in one step
+    depth: int = 2  # tokens of a thread in one step, there too
     stages: int = 4  # steps in the ring
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What the kernel is compiled for."""
+    """What a kernel is compiled for."""
 
     width: int
     heads: int
+    keys: int
     page: int
     kind: int
     half: bool  # float16, else bfloat16
@@ -67,17 +69,45 @@ class Form:
 
     @property
     def options(self) -> tuple[str, ...]:
-        names = ("D", "HEADS", "PAGE", "KIND", "FLOAT16", "TURN", "BLOCK", "CLUSTER", "WARPS", "DEPTH", "STAGES")
-        values = self.width, self.heads, self.page, self.kind, self.half, self.turn, *astuple(self.cut)
-        return tuple(f"-D{name}={int(value)}" for name, value in zip(names, values, strict=True))
+        names = (
+            "D",
+            "HEADS",
+            "KEYS",
+            "PAGE",
+            "KIND",
+            "FLOAT16",
+            "TURN",
+            "BLOCK",
+            "CLUSTER",
+            "WARPS",
+            "DEPTH",
+            "STAGES",
+        )
+        shape = self.width, self.heads, self.keys, self.page, self.kind, self.half, self.turn
+        return tuple(f"-D{name}={int(n)}" for name, n in zip(names, (*shape, *astuple(self.cut)), strict=True))
+
+    @property
+    def source(self) -> str:
+        kernel = HEADS if self.heads == self.keys else GROUPED
+        return (FOLDER / COMMON).read_text() + (FOLDER / kernel).read_text()
+
+    @property
+    def blocks(self) -> int:
+        """Of one sequence."""
+        group = self.heads // self.keys
+        return self.cut.cluster * (self.heads // self.cut.block if group == 1 else self.keys * -(-group // 16))
 
     @property
     def shared_bytes(self) -> int:
-        each = 16 if self.kind else 8
-        side = 32 // (1 << (-(-self.width // each) - 1).bit_length())
-        coded = side * self.cut.depth * 8 if self.kind else 0
-        ring = self.cut.stages * (self.cut.depth * 1024 + coded)
-        return 16 + self.cut.warps * (ring + self.cut.cluster * (self.width + 4) * 4)
+        """As the kernels lay it out: a barrier, the warps' rings, the parts of the heads that come together here."""
+        cut, part = self.cut, (self.width + 4) * 4
+        pieces = self.width * (1 if self.kind else 2) // 16
+        if self.heads == self.keys:
+            side = 32 // (1 << (pieces - 1).bit_length())
+            stage = cut.depth * 1024 + (side * cut.depth * 8 if self.kind else 0)
+            return 16 + cut.warps * (cut.stages * stage + cut.cluster * part)
+        stage = (2 * -(-pieces // 4) + 4 * -(-pieces // 8)) * 512 + (128 if self.kind else 0)
+        return 16 + cut.warps * (cut.stages * stage + 16 * part) + 8 * self.width
 
 
 @functools.cache
@@ -87,11 +117,10 @@ def unavailable(device: torch.device) -> str | None:
 
 
 def supported(q: Tensor, cache: LayerCache, turn: int = 0) -> bool:
-    """Heads in 16-byte pieces, rotated parts too, in a 16-bit type or 8-bit codes."""
+    """Heads in 16-byte pieces, rotated parts too, in a 16-bit type or 8-bit codes, and values of their own."""
     if q.dtype not in (torch.bfloat16, torch.float16) or unavailable(q.device) is not None:
         return False
-    width = cache.k.shape[3]
-    each = 16 if cache.k.dtype in KINDS else 8
+    width, each = cache.k.shape[3], 16 if cache.k.dtype in KINDS else 8
     return (
         (cache.k.dtype == q.dtype or cache.scales is not None)
         and cache.rows.shape[1] == 2 * cache.k.shape[2]
@@ -102,15 +131,16 @@ def supported(q: Tensor, cache: LayerCache, turn: int = 0) -> bool:
     )
 
 
-def choose(rows: int, heads: int, longest: int) -> Cut:
+def choose(rows: int, heads: int, keys: int, longest: int) -> Cut:
     """The cut by the sizes, as measured on an H200."""
-    cluster = min(8, max(1, 512 // (rows * heads)))
-    cluster = 1 << (cluster.bit_length() - 1)
-    return Cut(cluster=max(cluster, 2 if longest > 8192 else 1))
+    tasks = rows * keys * (1 if heads == keys else -(-heads // keys // 16))
+    cluster = 1 << (min(8, max(1, 512 // tasks)).bit_length() - 1)
+    cluster = max(cluster, 2 if longest > 8192 else 1)
+    return Cut(cluster=cluster, stages=4 if heads == keys or cluster > 2 else 2)
 
 
 def decode(
-    q: Tensor,  # [B, Hq, D]; with `turn` [B, 3 * Hq, D], neither rotated nor stored
+    q: Tensor,  # [B, Hq, D]; with `turn` [B, Hq + 2 * Hkv, D], neither rotated nor stored
     cache: LayerCache,
     page_table: Tensor,  # [B, P] int32
     kv_len: Tensor,  # [B] int32
@@ -121,13 +151,13 @@ def decode(
     folder: Path | None = None,
 ) -> Tensor:  # [B, Hq, D]
     """softmax(q k^T * scale) v over each row's kv_len tokens; with `turn` the newest is rotated and stored first."""
-    rows, (heads, width) = len(q), cache.k.shape[2:]
+    rows, (keys, width) = len(q), cache.k.shape[2:]
+    heads = q.shape[1] - (2 * keys if turn else 0)
     out = q.new_empty(rows, heads, width)
-    cut = cut or choose(rows, heads, page_table.shape[1] * page_size)
-    kind = KINDS.get(cache.k.dtype, 0)
-    half = turn[0].shape[-1] if turn else 0
-    form = Form(width, heads, page_size, kind, q.dtype == torch.float16, half, cut)
-    launcher, p = _launcher(form, rows * heads // cut.block * cut.cluster, q.device, folder)
+    cut = cut or choose(rows, heads, keys, page_table.shape[1] * page_size)
+    kind, half = KINDS.get(cache.k.dtype, 0), turn[0].shape[-1] if turn else 0
+    form = Form(width, heads, keys, page_size, kind, q.dtype == torch.float16, half, cut)
+    launcher, p = _launcher(form, rows, q.device, folder)
     p.q, p.k, p.v, p.out = q.data_ptr(), cache.k.data_ptr(), cache.v.data_ptr(), out.data_ptr()
     p.table, p.lengths = page_table.data_ptr(), kv_len.data_ptr()
     p.q_stride, p.row_stride, p.table_stride = q.stride(0), cache.k.stride(1), page_table.stride(0)
@@ -142,9 +172,8 @@ def decode(
 
 
 @functools.cache
-def _launcher(form: Form, blocks: int, device: torch.device, folder: Path | None) -> tuple[nvrtc.Launcher, Parameters]:
-    parameters = Parameters()
-    threads = 32 * form.cut.warps
+def _launcher(form: Form, rows: int, device: torch.device, folder: Path | None) -> tuple[nvrtc.Launcher, Parameters]:
+    parameters, blocks, threads = Parameters(), rows * form.blocks, 32 * form.cut.warps
     return kernel(form, device, folder).launcher(blocks, threads, form.shared_bytes, parameters), parameters
 
 
@@ -153,5 +182,5 @@ def kernel(form: Form, device: torch.device, folder: Path | None) -> nvrtc.Kerne
     """Compiled or read from `folder` once a process and device."""
     major, minor = torch.cuda.get_device_capability(device)
     with torch.cuda.device(device):
-        cubin = nvrtc.cached_cubin(SOURCE.read_text(), form.options, f"sm_{major}{minor}", folder)
+        cubin = nvrtc.cached_cubin(form.source, form.options, f"sm_{major}{minor}", folder)
         return nvrtc.load(cubin, "attention_decode", SHARED_BYTES)

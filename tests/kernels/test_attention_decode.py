@@ -133,13 +133,23 @@ def test_any_number_of_splits(splits: int, kernel_device: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("cached", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8])
 @pytest.mark.parametrize(
-    ("width", "block", "cluster", "depth", "stages"),
-    [(64, 4, 1, 4, 3), (64, 1, 8, 2, 4), (80, 2, 4, 2, 3), (128, 1, 1, 1, 2)],
+    ("heads", "keys", "width", "block", "cluster", "depth", "stages"),
+    [
+        (4, 4, 64, 4, 1, 4, 3),
+        (4, 4, 64, 1, 8, 2, 4),
+        (4, 4, 80, 2, 4, 2, 3),
+        (3, 3, 128, 1, 1, 1, 2),
+        (6, 2, 64, 1, 8, 1, 4),
+        (20, 1, 128, 1, 2, 1, 2),
+        (16, 2, 80, 1, 1, 1, 2),
+    ],
 )
-def test_hopper_kernel(width: int, block: int, cluster: int, depth: int, stages: int, cached: torch.dtype) -> None:
+def test_hopper_kernels(
+    heads: int, keys: int, width: int, block: int, cluster: int, depth: int, stages: int, cached: torch.dtype
+) -> None:
     cut = attention_decode.Cut(block, cluster, 4, depth, stages)
     dtype = torch.float16 if cached == torch.float16 else torch.bfloat16
-    assert attend(4, 4, width, dtype, "cuda", cached=cached, tiling=cut) < TOLERANCE[dtype]
+    assert attend(heads, keys, width, dtype, "cuda", cached=cached, tiling=cut) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize(("heads", "keys"), [(4, 4), (8, 1)])
