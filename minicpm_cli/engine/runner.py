@@ -19,9 +19,7 @@ from minicpm_cli.engine.sampler import Rows, sample, settle
 from minicpm_cli.engine.scheduler import Plan
 from minicpm_cli.engine.sequence import Drawn, EngineConfig, Sequence
 from minicpm_cli.errors import MinicpmError, RequestError
-from minicpm_cli.kernels import reference
 from minicpm_cli.kernels.batch import ForwardBatch
-from minicpm_cli.kernels.ops import Ops
 from minicpm_cli.types import Logprob
 
 
@@ -157,9 +155,8 @@ def _kernel_draws(config: EngineConfig, model: Model) -> Draw:
 
 
 def _capturable(model: Model) -> bool:
-    """The reference attention walks the lengths that only the host knows."""
-    ops = getattr(model, "ops", None)
-    return not isinstance(ops, Ops) or ops.attend is not reference.attend
+    """Whether nothing in the model's step asks the host; see `Decoder.capturable`."""
+    return bool(getattr(model, "capturable", True))
 
 
 def told(plan: Plan, tokens: list[int], peaks: list[float]) -> list[Drawn]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from minicpm_cli.errors import WeightsError
+from minicpm_cli.kernels import reference
 from minicpm_cli.kernels.batch import ForwardBatch
 from minicpm_cli.kernels.cache import LayerCache
 from minicpm_cli.kernels.ops import Ops
@@ -78,6 +79,8 @@ class Decoder:
         self.norm = Norm(weights.vector("model.norm.weight", cfg.hidden_size), cfg.eps)
         self.rotary = Rotary(cfg.rope, cfg.context, weights.device, ops.angles)
         self.weight_bytes = weights.nbytes
+        # The reference attention walks the lengths that only the host knows.
+        self.capturable = weights.capturable and ops.attend is not reference.attend
 
     def forward(self, batch: ForwardBatch, kv: KVCache) -> Tensor:  # [S, V] float32
         """Logits of the rows `batch.last`; the keys and values of all rows are written to `kv`."""

@@ -44,6 +44,7 @@ class MixtureOfExperts:
             GatedMLP(cfg, weights, _expert_names(f"{prefix}.experts.{e}"), ops) for e in range(cfg.moe.experts)
         )
         self.joined = self._join(_gate(cfg)) if weights.device.type == "cuda" else None
+        weights.capturable &= self.joined is not None  # else the host hears which experts were chosen
 
     def _join(self, gate: Gate) -> Experts | None:
         """One product for all experts where there is a kernel; each expert then is a part of it."""

@@ -13,6 +13,7 @@ from minicpm_cli.model.quantizing_source import rounded
 from minicpm_cli.model.shapes import HEAD
 from minicpm_cli.model.source import TensorSource
 from quant.embedding import Embedding
+from quant.layers.plain import capturable
 from quant.linear import Linear, make_dense, make_linear
 from quant.pack import Packed
 
@@ -27,12 +28,13 @@ class Weights:
     scheme: LoadScheme = AS_STORED
     kernels: Path | None = None  # where compiled GPU kernels are kept
     nbytes: int = field(default=0)
+    capturable: bool = field(default=True)  # whether a CUDA graph can hold every layer
 
     def linear(self, *wanted: tuple[str, int, int]) -> Linear:
         """One layer over the rows of the named [N, K] matrices, given as (name, N, K), in that order."""
         stored = [self.source.take(n, (rows, k)) for n, rows, k in wanted]
         layer = make_linear(stored, self.device, self.dtype, self.kernels)
-        self.nbytes += layer.nbytes
+        self._count(layer)
         return layer
 
     def head(self, stored: Tensor | Packed, *, shared: bool) -> Linear:
@@ -46,8 +48,12 @@ class Weights:
         if shared and isinstance(stored, Tensor):
             return make_dense(stored, self.kernels)
         layer = make_linear([stored], self.device, self.dtype, self.kernels)
-        self.nbytes += layer.nbytes
+        self._count(layer)
         return layer
+
+    def _count(self, layer: Linear) -> None:
+        self.nbytes += layer.nbytes
+        self.capturable &= capturable(layer)
 
     def vector(self, name: str, size: int) -> Tensor:  # [size]
         return self._placed(self.source.take(name, (size,)))

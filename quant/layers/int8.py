@@ -19,6 +19,8 @@ class BitsAndBytes8:
     bitsandbytes looks for outliers on the host, so such a layer cannot be part of a CUDA graph.
     """
 
+    capturable = False
+
     def __init__(self, packed: Int8, dtype: torch.dtype) -> None:
         self.packed, self.dtype = packed, dtype
         self.out_features = packed.shape[0]

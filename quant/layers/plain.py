@@ -79,12 +79,17 @@ class Unpacking:
         return self.packed.dequantize(self.dtype)
 
 
+def capturable(layer: Linear) -> bool:
+    """Whether a CUDA graph can hold the layer: nothing in it asks the host."""
+    return bool(getattr(layer, "capturable", True))
+
+
 class Gathered:
     """A layer whose columns are stored in another order than the inputs come in (act-order)."""
 
     def __init__(self, layer: Linear, order: Tensor) -> None:  # [K]: stored column j belongs to input order[j]
         self.layer, self.order = layer, order
-        self.out_features = layer.out_features
+        self.out_features, self.capturable = layer.out_features, capturable(layer)
 
     @property
     def nbytes(self) -> int:
@@ -103,6 +108,7 @@ class Joined:
     def __init__(self, parts: Sequence[Linear]) -> None:
         self.parts = tuple(parts)
         self.out_features = sum(p.out_features for p in parts)
+        self.capturable = all(map(capturable, parts))
 
     @property
     def nbytes(self) -> int:

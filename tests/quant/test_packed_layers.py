@@ -11,7 +11,9 @@ from quant.formats import fp8, int8, nf4
 from quant.formats.fp8 import FP8
 from quant.layers.bnb import bitsandbytes
 from quant.layers.fp8 import ScaledFP8
+from quant.layers.int8 import BitsAndBytes8
 from quant.layers.nf4 import fits_cpu_kernel
+from quant.layers.plain import capturable
 from quant.linear import CPUNF4, CPUInt4, CPUInt8, Dense, Gathered, Joined, Unpacking, make_linear
 from quant.pack import GroupInt, Packed
 from quant.rtn import rtn
@@ -206,3 +208,13 @@ def test_other_activations_on_the_cpu_are_plain(kind: str, dtype: torch.dtype) -
     layer = make_linear([packed], CPU, dtype)
     assert isinstance(layer, Dense)
     assert torch.equal(layer.dequantize(), packed.dequantize(dtype))
+
+
+def test_a_layer_that_asks_the_host_is_never_captured() -> None:
+    plain = Dense(torch.zeros(2, 4))
+    asking = Dense(torch.zeros(2, 4))
+    asking.capturable = False  # type: ignore[attr-defined]
+    assert capturable(Joined([plain, plain]))
+    assert not capturable(Joined([plain, asking]))
+    assert not capturable(Gathered(asking, torch.arange(4)))
+    assert not capturable(object.__new__(BitsAndBytes8))
