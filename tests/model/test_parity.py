@@ -155,6 +155,7 @@ def test_mla_equals_minicpm3(place: str) -> None:
     )  # fmt: skip
     raw["rope_scaling"]["type"] = raw["rope_scaling"].pop("rope_type")
     keys = {k: v for k, v in raw.items() if k != "architectures"}
+    keys["rope_scaling"] = raw["rope_scaling"] | {"factor": 1.0}  # transformers 5.17 reads it, whatever the kind
     model = transformers.MiniCPM3ForCausalLM(
         transformers.MiniCPM3Config(**keys, attn_implementation="eager", v_head_dim=64)
     )
