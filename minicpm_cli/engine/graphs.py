@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -70,15 +71,35 @@ class CudaCapture:
         self._side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def __call__(self, work: Work) -> Work:
-        """Runs the work once before, for what is compiled or allocated on its first call; then only records it."""
+        """Work that waits for the device, as quantizers and experts of odd sizes may, stays as it is."""
         self._side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._side):
-            work()
+            capturable = _runs_ahead(work) or _runs_ahead(work)  # what is compiled or counted at first may wait once
+            if not capturable:
+                work()
         torch.cuda.current_stream().wait_stream(self._side)
+        if not capturable:
+            return work
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=self._side, capture_error_mode="thread_local"):
             work()
         return graph.replay
+
+
+def _runs_ahead(work: Work) -> bool:
+    """Does the work; False: it stopped where it would have waited for the device."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the mode is a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        work()
+    except RuntimeError as error:
+        if "synchronizing" not in str(error):
+            raise
+        return False
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return True
 
 
 class DecodeSteps:

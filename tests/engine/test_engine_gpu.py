@@ -10,6 +10,7 @@ from engine_cases import GREEDY, SAMPLED, answers, expected, prompt, request, ru
 from lagged_cases import PaddedFake
 
 from minicpm_cli.engine.engine import Engine, EngineConfig
+from minicpm_cli.engine.graphs import CudaCapture
 from minicpm_cli.engine.sampler import Rows, sample, settle
 from minicpm_cli.kernels.batch import ForwardBatch
 from minicpm_cli.types import SamplingParams
@@ -61,3 +62,25 @@ def test_engine(pages: int) -> None:
     config = EngineConfig(pages=pages, page_size=4, max_seqs=8, max_batch_tokens=7, context=400, graphs=False)
     requests = [request(f"r{i}", prompt(5 + 3 * i, i % 2), GREEDY if i % 2 else SAMPLED, seed=i) for i in range(7)]
     assert answers(run_checked(Engine(decoder, None, config), requests)) == {r.id: expected(r) for r in requests}
+
+
+def test_work_that_waits_for_the_device_is_not_captured() -> None:
+    x, sums = torch.ones(3, device="cuda"), list[float]()
+
+    def ahead() -> None:
+        x.add_(1)
+
+    def waits() -> None:
+        sums.append(float(x.sum()))
+
+    capture = CudaCapture()
+    replay = capture(ahead)
+    torch.cuda.synchronize()
+    before = float(x[0])
+    replay()
+    assert float(x[0]) == before + 1
+    assert capture(waits) is waits
+    assert capture(ahead) is not ahead
+    count = len(sums)
+    waits()
+    assert sums[count:] == [3 * float(x[0])]
