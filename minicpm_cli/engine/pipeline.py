@@ -133,6 +133,8 @@ class Pipeline:
 
     def settle(self) -> None:
         """Waits for all that was launched: the memory of steps that were left in flight is free again."""
+        if self.pinned:
+            torch.cuda.current_stream().synchronize()
         for slot in self._slots:
             slot.mark.synchronize()
 

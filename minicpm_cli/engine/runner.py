@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -86,11 +87,11 @@ class Runner:
         on_gpu = model.device.type == "cuda"
         self.penalties = Penalties(model.cfg.vocab, model.device, config.max_seqs if on_gpu or config.lag else 0)
         self.pipeline: Pipeline | None = None
-        if draw is None and on_gpu:
-            draw = _kernel_draws(config, model)
-        if on_gpu or config.lag:
+        if not on_gpu and not config.lag:
+            return
+        with self._on_device():
             capture = CudaCapture() if on_gpu and config.graphs and _capturable(model) else None
-            on_device = DeviceDraw(draw, self.penalties)
+            on_device = DeviceDraw(_kernel_draws(config, model) if draw is None and on_gpu else draw, self.penalties)
             self.pipeline = Pipeline(config, model.device, self.forward, told, on_device, capture)
 
     @property
@@ -99,6 +100,10 @@ class Runner:
         return self.pipeline is None or self.pipeline.draw.draw is None
 
     def launch(self, plan: Plan) -> Flight:
+        with self._on_device():
+            return self._launch(plan)
+
+    def _launch(self, plan: Plan) -> Flight:
         if self.pipeline is not None and not plan.hosted:
             return self.pipeline.launch(plan)
         if self.pipeline is not None and plan.decodes:
@@ -145,7 +150,12 @@ class Runner:
     def settle(self) -> None:
         """Waits for steps whose tokens nobody asked for."""
         if self.pipeline is not None:
-            self.pipeline.settle()
+            with self._on_device():
+                self.pipeline.settle()
+
+    def _on_device(self) -> AbstractContextManager[None]:
+        """Makes the model's GPU the one that kernels are launched on, whichever thread asks."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
 
 def _kernel_draws(config: EngineConfig, model: Model) -> Draw:
