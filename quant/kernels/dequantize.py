@@ -12,7 +12,7 @@ from torch import Tensor
 from quant.errors import FormatError
 from quant.kernels.layout import DeviceInt
 
-ROWS, COLUMNS = 16, 256
+ROWS, COLUMNS = 8, 512
 
 
 def dequantize(w: DeviceInt, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:  # [N, K]

@@ -22,7 +22,7 @@ from quant.kernels.rows_triton import KINDS, dependent, supported, target
 from quant.layers.around import Gate
 
 ROUTE_BLOCK = 64
-CUDA_EXPERTS = True
+FEW_PAIRS = 128  # up to which rows.cu is faster than Triton with packed experts
 ENOUGH_BLOCKS = 264  # two for each multiprocessor of an H200
 
 
@@ -89,7 +89,8 @@ def _products(
     gate: Gate | None,
     folder: Path | None,
 ) -> Tensor:  # [parts, T * active, N]
-    if CUDA_EXPERTS and isinstance(weights, DeviceInt) and rows_cuda.supported(weights, x.dtype):
+    few = len(routing.order) <= FEW_PAIRS
+    if few and isinstance(weights, DeviceInt) and rows_cuda.supported(weights, x.dtype):
         return _packed_products(x, routing, weights, experts, gate, folder)[None]
     pairs = routing.order.shape[0]
     plain = isinstance(weights, Tensor)

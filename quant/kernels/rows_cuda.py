@@ -23,10 +23,9 @@ STAGE = 128  # columns
 SHARED_BYTES = 227 << 10  # that a block may have on Hopper
 PROCESSOR_BYTES = 228 << 10
 BLOCK_BYTES = 110 << 10  # that it is given, so that another finds room beside it
-# What a warp group spends on a stage of 4 bits, and how much longer it takes where so few of them share a processor.
-UNPACK_CYCLES = 250
-ALONE = {1: 1.6, 2: 1.2, 3: 1.05, 4: 1.0}
-PART_CYCLES = 250
+# Blocks of one warp group that a product is cut into where its tiles of 64 rows are fewer.
+BLOCKS = {16: 330, 32: 330, 64: 216}
+MANY_TILES = 528  # from which on tiles of 128 rows are faster
 ENOUGH_DEPTH = 5  # up to which a block may have all memory
 PROCESSORS = 132  # of an H200; another number changes the speed only
 WHOLE_ROW = 1 << 20  # RUN where a row has one scale
@@ -164,17 +163,16 @@ def form_of(
 def product(
     x: Tensor,  # [T, K]
     w: DeviceInt,
-    onto: Tensor | None = None,  # [T, N], or N/2 behind a gate
+    onto: Tensor | None = None,  # [T, N]
     alpha: float = 1.0,
     folder: Path | None = None,
-    gate: Gate | None = None,
     form: Form | None = None,
 ) -> Tensor:  # [T, N]
-    """onto + alpha * gate(x @ W^T); `form`: another than `choose` would take."""
-    out = x.new_empty(len(x), w.N // 2 if gate else w.N)
+    """onto + alpha * x @ W^T; `form`: another than `choose` would take."""
+    out = x.new_empty(len(x), w.N)
     if len(x):
-        form = form or choose(len(x), w, x.dtype, gate)
-        launch(form, x, w, out, -(-len(x) // form.batch), Around(onto, alpha, gate), folder)
+        form = form or choose(len(x), w, x.dtype)
+        launch(form, x, w, out, -(-len(x) // form.batch), Around(onto, alpha), folder)
     return out
 
 
@@ -189,34 +187,22 @@ class Around(NamedTuple):
     active: int = 0  # 0: x is in the experts' order itself
 
 
-def choose(rows: int, w: DeviceInt, dtype: torch.dtype, gate: Gate | None = None) -> Form:
-    """The form whose estimated time is shortest."""
-    batch = next(b for b in (16, 32, 48, 64) if b >= min(rows, 64))
-    stages, batches = -(-w.K // STAGE), -(-rows // batch)
-    candidates = ((g, p) for g in (1, 2, 3, 4) for p in range(1, min(8, max(1, stages // 2)) + 1))
-
-    def cycles(shape: tuple[int, int]) -> float:
-        groups, parts = shape
-        return _cycles(-(-w.N // (64 * groups)) * batches, groups, parts, -(-stages // parts), batch)
-
-    groups, parts = min(candidates, key=cycles)
-    return _deep(form_of(w, dtype, batch, groups, parts, gate=gate), w, batches)
-
-
-def _cycles(tiles: int, groups: int, parts: int, stages: int, batch: int) -> float:
-    """An estimate for one multiprocessor: unpacking and multiplying, or getting the bytes there, and the parts' sum."""
-    rounds = -(-tiles * parts // PROCESSORS)
-    together = groups * min(rounds, 4 // groups)
-    work = rounds * groups * stages * max(UNPACK_CYCLES, 4 * batch) * ALONE[together]
-    bytes_ = rounds * stages * (256 * batch + groups * 64 * 64)
-    return max(work, bytes_ / 64) + (PART_CYCLES * (4 + parts) if parts > 1 else 0)
+def choose(rows: int, w: DeviceInt, dtype: torch.dtype) -> Form:
+    """The form by the sizes, as measured on an H200."""
+    batch = next(b for b in (16, 32, 64) if b >= min(rows, 64))
+    batches, tiles = -(-rows // batch), -(-w.N // 64)
+    if batch == 64 and tiles * batches > MANY_TILES:
+        return _deep(form_of(w, dtype, batch, 2, 1), w, batches)
+    most = max(1, min(8, -(-w.K // STAGE) // 2))
+    parts = max(1, min(most, round(BLOCKS[batch] / (tiles * batches))))
+    return _deep(form_of(w, dtype, batch, 1, parts), w, batches)
 
 
 def choose_experts(pairs: int, experts: int, w: DeviceInt, dtype: torch.dtype, gate: Gate | None) -> Form:
     """For `pairs` of a token and an expert; `w` holds all experts' rows."""
     most = -(-pairs // min(experts, pairs))
     batch = next(b for b in (8, 16, 32, 48, 64) if b >= min(most + most // 3, 64))
-    tiles = w.N // experts // 64 * min(experts, pairs)
+    tiles = max(1, w.N // experts // 64) * min(experts, pairs)
     parts = max(1, min(2 * PROCESSORS // tiles, 8, -(-w.K // STAGE) // 3))
     return replace(_deep(form_of(w, dtype, batch, 1, parts, gate=gate), w), experts=True)
 

@@ -66,7 +66,7 @@ def test_plain_experts(tokens, experts, active, h, i, gate, dtype, kernel_device
     [(1, 4, 64, False, BF16), (20, 4, 32, True, BF16), (6, 8, 64, False, F16)],
 )
 def test_packed_experts(tokens, bits, group, zero, dtype, kernel_device):
-    h, i, experts = 64, 128, 3
+    h, i, experts = 128, 192, 3
     gate_up, down = (
         packed(experts, 2 * i, h, bits, group, zero, kernel_device),
         packed(experts, h, i, bits, group, zero, kernel_device),
