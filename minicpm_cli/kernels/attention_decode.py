@@ -51,7 +51,7 @@ class DecodeAttention:
         tiling: Tiling | Cut | None = None,
     ) -> Tensor:  # [B, Hq, Dv]
         """softmax(q k^T * scale) v over each row's kv_len tokens, whatever other rows and the order of blocks."""
-        if isinstance(tiling, Cut):
+        if isinstance(tiling := tiling or self._cut(q, q.shape[1], cache, page_table, page_size, 0), Cut):
             return attention_decode_cuda.decode(
                 q, cache, page_table, kv_len, scale, page_size, None, tiling, self._folder
             )
@@ -72,15 +72,24 @@ class DecodeAttention:
         tiling: Tiling | Cut | None = None,
     ) -> Tensor:  # [B, Hq, D]
         """reference.rope_store for each row's newest token, and its attention, in one launch; qkv stays as it is."""
-        if isinstance(tiling, Cut):
+        heads = qkv.shape[1] - 2 * cache.k.shape[2]
+        if isinstance(tiling := tiling or self._cut(qkv, heads, cache, page_table, page_size, turn[0].shape[-1]), Cut):
             return attention_decode_cuda.decode(
                 qkv, cache, page_table, kv_len, scale, page_size, turn, tiling, self._folder
             )
         history = History(cache, page_table, kv_len, page_size)
-        heads = qkv.shape[1] - 2 * cache.k.shape[2]
         if heads == cache.k.shape[2]:
             return self._multi_head(qkv, history, scale, turn, tiling)
         return self._grouped(qkv, heads, history, scale, turn, tiling)
+
+    def _cut(
+        self, q: Tensor, heads: int, cache: LayerCache, page_table: Tensor, page_size: int, turn: int
+    ) -> Cut | None:
+        """How the CUDA form does it, where that can and is faster."""
+        rows, keys = len(q), cache.k.shape[2]
+        if not attention_decode_cuda.worth(rows, heads, keys) or not attention_decode_cuda.supported(q, cache, turn):
+            return None
+        return attention_decode_cuda.choose(rows, heads, keys, page_table.shape[1] * page_size)
 
     def _multi_head(
         self, q: Tensor, history: History, scale: float, turn: Turn | None, tiling: Tiling | None
@@ -181,8 +190,12 @@ def multi_head_tiling(rows: int, history: History) -> Tiling:
 
 
 def grouped_tiling(rows: int, history: History) -> Tiling:
-    splits, chunk = split_count(rows * history.cache.k.shape[2], history.longest)
-    return Tiling(warps=4, splits=splits, chunk=max(chunk, 64), block=16)
+    """As measured on an H200: two programs for each multiprocessor."""
+    programs = rows * history.cache.k.shape[2]
+    if history.cache.v.shape[3] < history.cache.k.shape[3]:
+        return Tiling(warps=8, splits=min(-(-128 // programs), 16), chunk=64, block=64, stages=2)
+    splits, chunk = split_count(programs, history.longest)
+    return Tiling(warps=4, splits=min(splits, -(-256 // programs)), chunk=max(chunk, 64), block=16, stages=5)
 
 
 def split_count(programs: int, longest: int) -> tuple[int, int]:

@@ -52,6 +52,7 @@ class Cut:
     warps: int = 4
     depth: int = 2  # tokens of a thread in one step, there too
     stages: int = 4  # steps in the ring
+    near: int = 1  # there too, neighbouring heads of a warp, of which a block then has `block` times as many
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,22 +70,10 @@ class Form:
 
     @property
     def options(self) -> tuple[str, ...]:
-        names = (
-            "D",
-            "HEADS",
-            "KEYS",
-            "PAGE",
-            "KIND",
-            "FLOAT16",
-            "TURN",
-            "BLOCK",
-            "CLUSTER",
-            "WARPS",
-            "DEPTH",
-            "STAGES",
-        )
+        names = ("D", "HEADS", "KEYS", "PAGE", "KIND", "FLOAT16", "TURN")
+        cuts = ("BLOCK", "CLUSTER", "WARPS", "DEPTH", "STAGES", "NEAR")  # in the order of Cut
         shape = self.width, self.heads, self.keys, self.page, self.kind, self.half, self.turn
-        return tuple(f"-D{name}={int(n)}" for name, n in zip(names, (*shape, *astuple(self.cut)), strict=True))
+        return tuple(f"-D{name}={int(n)}" for name, n in zip(names + cuts, shape + astuple(self.cut), strict=True))
 
     @property
     def source(self) -> str:
@@ -95,7 +84,9 @@ class Form:
     def blocks(self) -> int:
         """Of one sequence."""
         group = self.heads // self.keys
-        return self.cut.cluster * (self.heads // self.cut.block if group == 1 else self.keys * -(-group // 16))
+        return self.cut.cluster * (
+            self.heads // (self.cut.block * self.cut.near) if group == 1 else self.keys * -(-group // 16)
+        )
 
     @property
     def shared_bytes(self) -> int:
@@ -103,9 +94,9 @@ class Form:
         cut, part = self.cut, (self.width + 4) * 4
         pieces = self.width * (1 if self.kind else 2) // 16
         if self.heads == self.keys:
-            side = 32 // (1 << (pieces - 1).bit_length())
-            stage = cut.depth * 1024 + (side * cut.depth * 8 if self.kind else 0)
-            return 16 + cut.warps * (cut.stages * stage + cut.cluster * part)
+            side = 32 // (cut.near << (pieces - 1).bit_length())
+            coded = side * cut.depth * 8 * -(-cut.near // 2) if self.kind else 0
+            return 16 + cut.warps * (cut.stages * (cut.depth * 1024 + coded) + cut.cluster * cut.near * part)
         stage = (2 * -(-pieces // 4) + 4 * -(-pieces // 8)) * 512 + (128 if self.kind else 0)
         return 16 + cut.warps * (cut.stages * stage + 16 * part) + 8 * self.width
 
@@ -131,12 +122,23 @@ def supported(q: Tensor, cache: LayerCache, turn: int = 0) -> bool:
     )
 
 
+def worth(rows: int, heads: int, keys: int) -> bool:
+    """Whether it is the faster form: with shared keys only while few blocks are at work."""
+    return heads == keys or _tasks(rows, heads, keys) <= 64
+
+
 def choose(rows: int, heads: int, keys: int, longest: int) -> Cut:
-    """The cut by the sizes, as measured on an H200."""
-    tasks = rows * keys * (1 if heads == keys else -(-heads // keys // 16))
-    cluster = 1 << (min(8, max(1, 512 // tasks)).bit_length() - 1)
-    cluster = max(cluster, 2 if longest > 8192 else 1)
-    return Cut(cluster=cluster, stages=4 if heads == keys or cluster > 2 else 2)
+    """The cut by the sizes, as measured on an H200: more blocks along a sequence where there are few sequences."""
+    tasks = _tasks(rows, heads, keys)
+    cluster = max(min((1152 if heads == keys else 128) // tasks, 8), 2 if longest > 8192 else 1)
+    cluster = 1 << (cluster.bit_length() - 1)
+    if heads == keys and cluster == 8:
+        return Cut(cluster=8, depth=4, stages=3)
+    return Cut(cluster=cluster)
+
+
+def _tasks(rows: int, heads: int, keys: int) -> int:
+    return rows * keys * -(-heads // keys // 16)
 
 
 def decode(
