@@ -12,7 +12,9 @@ from minicpm_cli.model.config import ModelConfig
 from minicpm_cli.model.shapes import EMBED, HEAD, is_linear, tensor_shapes
 
 SCORE_COPIES = 6  # float32 rows of logits alive at once while sampling: scores, weights, float64 sums, masks
-CUBLAS = 34 << 20  # bytes of torch's workspace for products on Hopper, which is counted with the tensors
+GPU_SCORE_COPIES = 4  # kernels filter where they read: logits, what penalties make of them, counts, the host's copy
+CUBLAS = 34 << 20  # bytes of torch's workspace for products on Hopper, of each stream that computes
+PREFILL_GRAPH = 512  # tokens of the longest prompt whose step is captured
 ROTATION = 4 * 4  # bytes an element of the rotary angles: the angle, sine and cosine in float32, one on its way
 ROUNDING = 16  # bytes a weight of a matrix that is quantized as it is loaded
 
@@ -58,24 +60,26 @@ def workspace(cfg: ModelConfig, tokens: int, seqs: int, form: Form, *, graphs: b
 def step_bytes(cfg: ModelConfig, tokens: int, seqs: int, form: Form) -> int:
     """Of one step: its block or its sampling, whichever is more."""
     block = tokens * _block_bytes(cfg, form) + _scratch(cfg, tokens, form)
-    sampling = seqs * (cfg.vocab * (4 * SCORE_COPIES + form.itemsize) + 2 * cfg.hidden_size * form.itemsize)
+    copies = SCORE_COPIES if form.cpu else GPU_SCORE_COPIES
+    sampling = seqs * (cfg.vocab * (4 * copies + form.itemsize) + 2 * cfg.hidden_size * form.itemsize)
     fixed = 0 if form.cpu else CUBLAS
     return fixed + tokens * cfg.rope.dim * ROTATION // 2 + max(block, sampling)
 
 
 def _block_bytes(cfg: ModelConfig, form: Form) -> int:
     """A token's activations in the wider half of a block."""
-    h = 2 * cfg.hidden_size  # the stream before the block and within it
-    return form.itemsize * max(h + _attention(cfg), h + _mlp(cfg))
+    stream = cfg.hidden_size * (2 if form.cpu else 1)  # products on a GPU add to it in place
+    return form.itemsize * (stream + max(_attention(cfg), _mlp(cfg)))
 
 
 def _attention(cfg: ModelConfig) -> int:
     """Elements: the normed input, queries, keys, values and what attention gives."""
     if cfg.mla is None:
         return cfg.hidden_size + (2 * cfg.heads + 2 * cfg.kv_heads) * cfg.head_dim
-    head = cfg.mla.nope_dim + cfg.mla.rope_dim
-    queries = cfg.heads * (head + 2 * cfg.mla.latent)  # plain, absorbed, and joined with their rotary part
-    return cfg.hidden_size + cfg.mla.q_rank + cfg.mla.latent + queries + cfg.heads * cfg.mla.kv_rank
+    mla = cfg.mla
+    plain = 2 * mla.nope_dim + mla.rope_dim  # as projected, and its part without rotation in the order of the heads
+    queries = cfg.heads * (plain + mla.kv_rank + mla.latent)  # absorbed, and joined with the rotated part
+    return cfg.hidden_size + mla.q_rank + mla.latent + queries
 
 
 def _mlp(cfg: ModelConfig) -> int:
@@ -95,15 +99,19 @@ def _widest(cfg: ModelConfig) -> int:
 
 
 def _load(cfg: ModelConfig, form: Form) -> int:
-    """The largest matrix of a block beside the place that it is copied to."""
+    """The largest matrix of a block beside the place that it is copied to; on a GPU all experts of one, stacked."""
     shapes = tensor_shapes(cfg)
     largest = max(math.prod(shape) for name, shape in shapes.items() if is_linear(name))
-    return largest * (ROUNDING if form.rounded else form.itemsize)
+    passing = largest * (ROUNDING if form.rounded else form.itemsize)
+    if cfg.moe is None or form.cpu:
+        return passing
+    stacked = 3 * cfg.moe.experts * cfg.hidden_size * cfg.intermediate * form.itemsize
+    return passing + (stacked // 4 if form.packed else stacked)
 
 
 def _capture(cfg: ModelConfig, seqs: int, form: Form) -> int:
-    """The pool of the captured steps, which share the activations of the largest one."""
-    return seqs * (_block_bytes(cfg, form) + cfg.vocab * (4 + form.itemsize))
+    """The pool of the captured steps, which share the activations of the largest one and a stream of their own."""
+    return CUBLAS + max(seqs, PREFILL_GRAPH) * _block_bytes(cfg, form) + seqs * cfg.vocab * (4 + form.itemsize)
 
 
 def ends_bytes(cfg: ModelConfig, itemsize: int) -> int:

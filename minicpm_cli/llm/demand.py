@@ -13,6 +13,7 @@ from minicpm_cli.model.kv_format import KVFormat
 from minicpm_cli.model.load_scheme import weight_bytes
 from minicpm_cli.settings import LoadOptions
 
+KERNELS = 256 << 20  # bytes that a driver takes for kernels and graphs after the context: 96 MB for cuBLAS's alone
 PACKED_SHARE = 0.9  # of the plain weights' bytes: models below have packed matrices in their blocks, not only a head
 ELEMENT_BYTES: Mapping[str, int] = MappingProxyType({"bf16": 2, "fp16": 2, "fp32": 4})
 
@@ -44,5 +45,5 @@ def wanted(options: LoadOptions, *, cpu: bool, fixed: int = 0) -> MemoryOptions:
         fraction=options.memory_fraction,
         cpu=cpu,
         graphs=options.graphs and not cpu,
-        fixed=fixed,
+        fixed=0 if cpu else fixed + KERNELS,
     )
