@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import torch
@@ -94,10 +95,10 @@ REFERENCE = Ops(
 )
 
 
-def ops_for(device: torch.device) -> Ops:
-    """The operations for `device`: on CUDA Triton's kernels, where Triton is installed."""
+def ops_for(device: torch.device, folder: Path | None = None) -> Ops:
+    """The operations for `device`: on CUDA the kernels, where Triton is installed. `folder` keeps compiled ones."""
     if device.type != "cuda" or find_spec("triton") is None:
         return REFERENCE
     from minicpm_cli.kernels.gpu import kernels
 
-    return kernels(device)
+    return kernels(device, folder)

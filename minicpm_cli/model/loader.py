@@ -56,6 +56,6 @@ def build_decoder(
     if scheme.linear:
         source = QuantizingSource(source, scheme, device)
     with torch.inference_mode():
-        decoder = Decoder(cfg, Weights(source, device, dtype, scheme, kernels), ops_for(device), on_progress)
+        decoder = Decoder(cfg, Weights(source, device, dtype, scheme, kernels), ops_for(device, kernels), on_progress)
     source.finish()
     return decoder
