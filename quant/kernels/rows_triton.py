@@ -38,10 +38,13 @@ class Tiling(NamedTuple):
 def supported(w: DeviceInt, dtype: torch.dtype) -> bool:
     """Whether `product` computes it: the copy engine wants rows of a multiple of 16 bytes.
 
-    Rows of one scale are left out: with Triton 3.6 on an H200 their products of more than 128 rows were wrong, for a
-    reason not found.
+    The lanes know their columns by how Hopper's tensor cores take operands from registers: other GPUs are left out.
+    So are rows of one scale: with Triton 3.6 on an H200 their products of more than 128 rows were wrong, for a reason
+    not found.
     """
     if w.words.is_cuda:
+        if _capability(w.words.device) != (9, 0):
+            return False
         _tickets(w.words.device)  # here, since `product` may first be called while a graph is captured
     return dtype in KINDS and w.words.shape[1] % 4 == 0 and w.K >= 64 and w.group < w.K
 
@@ -59,6 +62,9 @@ def product(
     rows, out = x.shape[0], x.new_empty(x.shape[0], w.N)
     if rows == 0:
         return out
+    if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
+        x = x.contiguous()
+    onto = None if onto is None else onto.contiguous()
     t = tiling or choose(rows, w)
     tiles = triton.cdiv(w.N, t.rows) * triton.cdiv(rows, t.batch)
     parts = t.parts if tiles <= MAX_TILES else 1

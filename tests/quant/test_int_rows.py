@@ -104,6 +104,14 @@ def test_rows_of_a_wider_tensor_are_read_where_they_lie(kernel_device):
     assert torch.equal(int_rows.product(wide[:, 256:], w), int_rows.product(wide[:, 256:].contiguous(), w))
 
 
+def test_columns_of_another_tensor_are_gathered_first(kernel_device):
+    w = packed(64, 256, 4, 128, "sym", kernel_device)
+    wide = torch.randn(4, 259, generator=torch.Generator().manual_seed(1)).to(kernel_device, BF16)
+    onto = torch.randn(64, 4, generator=torch.Generator().manual_seed(2)).to(kernel_device, BF16).T
+    x = wide[:, 3:]
+    assert torch.equal(int_rows.product(x, w, onto), int_rows.product(x.contiguous(), w, onto.contiguous()))
+
+
 def test_what_the_copy_engine_cannot_read_is_refused():
     w = packed(8, 72, 4, 72, "sym", "cpu")
     assert not int_rows.supported(w, BF16)
