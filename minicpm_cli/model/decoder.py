@@ -140,7 +140,7 @@ def _same(embed: Embedding, head: Tensor | Packed) -> bool:
     if isinstance(embed.table, Tensor) and not isinstance(head, Tensor):
         return False
     mine, theirs = (t if isinstance(t, Tensor) else t.dequantize() for t in (embed.table, head))
-    return torch.equal(mine.cpu(), theirs.to(mine.dtype).cpu())
+    return torch.equal(mine, theirs.to(mine.device, mine.dtype))
 
 
 def _rounded_copy(embed: Embedding, head: Tensor | Packed, device: torch.device) -> bool:
@@ -148,5 +148,5 @@ def _rounded_copy(embed: Embedding, head: Tensor | Packed, device: torch.device)
     if isinstance(head, Tensor):
         return False
     rows = torch.arange(0, head.shape[0], max(1, head.shape[0] // SAMPLED_ROWS))
-    mine, theirs = embed(rows.to(device)).float().cpu(), head.dequantize()[rows].float()
+    mine, theirs = embed(rows.to(device)).float().cpu(), head.dequantize()[rows].float().cpu()
     return bool((mine - theirs).norm() <= 0.25 * mine.norm())  # 4 bits are 0.1 away, another matrix more than 1

@@ -80,7 +80,7 @@ def test_what_was_planned_is_what_is_taken(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path / "model", "minicpm-1b", layers=2, exact=True)
     options = LoadOptions(str(path), device="cuda", ctx=4096, max_seqs=16, max_batch_tokens=512)
     llm = LLM.open(options, ModelFiles("wide", path), cache=tmp_path / "cache")
-    list(llm.stream([Request("a", (Message("user", "hello " * 500),), SamplingParams(max_tokens=8, temperature=0.0))]))
+    list(llm.stream([Request("a", (Message("user", "hello " * 900),), SamplingParams(max_tokens=8, temperature=0.0))]))
     llm.close()
     lines = past(tmp_path / "cache")
     assert {line.phase for line in lines} >= {"load", "prefill", "decode"}
