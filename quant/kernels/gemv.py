@@ -1,4 +1,4 @@
-"""Products of 1 to 8 rows with plain or group-wise weights on CUDA: what the kernel in gemv.cu is told."""
+"""Products of 1 to 8 rows with plain or group-wise weights on CUDA: what the kernel of gemv.cu is told."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from quant.kernels import nvrtc
 from quant.kernels.layout import DeviceInt
 from quant.layers.around import Gate, Norm
 
-SOURCE = Path(__file__).with_name("gemv.cu")
+FOLDER = Path(__file__).parent
 MOST_ROWS = 8
-BLOCK_ROWS = 4  # of x in one pass of the tensor cores
 TILE = 8  # rows of W in one pass
 SCALES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 GATES = {"silu": 1, "relu": 2}
@@ -53,7 +52,6 @@ class Parameters(ctypes.Structure):
         ("gate", ctypes.c_int),
         ("wide", ctypes.c_int),
         ("group_inverse", ctypes.c_uint32),
-        ("mask", ctypes.c_uint32),
         ("eps", ctypes.c_float),
         ("alpha", ctypes.c_float),
         ("threshold", ctypes.c_float),
@@ -69,8 +67,21 @@ class Form:
     scale: int = 0
     kind: int = 0  # 0: every zero point is the middle; 1: zero points; 2: shifts
     run: int = 4  # words of a row under one scale, as the kernel reads them
-    blocks: int = 1  # of 4 rows of x
+    blocks: int = 1  # of rows of x: 1, 2, or for packed weights 4
     depth: int = 6  # items requested ahead
+
+    def for_rows(self, rows: int) -> Form:
+        """The form that multiplies by `rows` rows of x: 4 a block, or 2 where weights are packed."""
+        return replace(self, blocks=1 << (-(-rows // self.block_rows) - 1).bit_length())
+
+    @property
+    def block_rows(self) -> int:
+        return 4 if self.bits == 16 else 2
+
+    @property
+    def source(self) -> str:
+        parts = ("gemv.cu", "gemv_plain.cu" if self.bits == 16 else "gemv_packed.cu", "gemv_main.cu")
+        return "\n".join((FOLDER / part).read_text() for part in parts)
 
     @property
     def step(self) -> int:
@@ -125,7 +136,13 @@ class Launch:
         ring = self.column_warps * self.row_warps * self.stages * self.form.item_bytes
         values, halves = self.tiles * (TILE if self.gated else 2 * TILE) * self.groups, 2 if self.gated else 1
         tables = sum(halves * (-(-values * size // 16) * 16 + 16) for size in self.form.value_bytes)
-        return ring + tables + self.column_warps * self.form.blocks * (self.tiles * 256 + 32)
+        return ring + self._prepared + tables + self.column_warps * self.form.blocks * (self.tiles * 256 + 32)
+
+    @property
+    def _prepared(self) -> int:
+        """Packed weights: x as bytes, and a scale for every row and chunk of 64 or 128 columns."""
+        rows = self.form.blocks * self.form.block_rows
+        return 0 if self.form.bits == 16 else self.threads // 32 * rows * 2 * (self.form.step + 4)
 
 
 def choose(form: Form, n: int, k: int, groups: int, gated: bool) -> Launch:
@@ -160,7 +177,7 @@ def _run(bits: int, group: int) -> int:
 
 def parameters(weight: Tensor | DeviceInt, launch: Launch) -> Parameters:
     """All that does not change from call to call."""
-    p = Parameters(K=launch.k, groups=launch.groups, mask=0x000F000F, stages=launch.stages)
+    p = Parameters(K=launch.k, groups=launch.groups, stages=launch.stages)
     p.column_warps, p.row_warps = launch.column_warps, launch.row_warps
     p.least_rows, p.longer_blocks = divmod(launch.outputs, launch.blocks)
     if isinstance(weight, Tensor):
@@ -205,8 +222,8 @@ class Gemv:
         self.folder = folder
         self.device = weight.device if isinstance(weight, Tensor) else weight.words.device
         self.launchers: dict[tuple[int, bool], tuple[nvrtc.Launcher, Parameters]] = {}
-        for blocks in range(1, MOST_ROWS // BLOCK_ROWS + 1):
-            self._kernel(blocks)
+        for rows in range(1, MOST_ROWS + 1):
+            self._kernel(self.form.for_rows(rows))
 
     def __call__(
         self,
@@ -221,25 +238,24 @@ class Gemv:
         """onto + alpha * gate(W @ norm(x)), summed in float32 and rounded once to x's type, or not at all."""
         outputs = self.N // 2 if gate else self.N
         out = x.new_empty(x.shape[0], outputs, dtype=torch.float32 if float32_out else x.dtype)
-        launcher, changing = self._launcher(-(-x.shape[0] // BLOCK_ROWS), gate is not None)
+        launcher, changing = self._launcher(self.form.for_rows(x.shape[0]), gate is not None)
         inputs = x if x.is_contiguous() else x.contiguous()
         base = None if onto is None else onto if onto.is_contiguous() else onto.contiguous()
         set_call(changing, inputs, out, norm, gate, base, alpha)
         launcher(torch.cuda.current_stream(self.device).cuda_stream)
         return out
 
-    def _launcher(self, blocks: int, gated: bool) -> tuple[nvrtc.Launcher, Parameters]:
-        key = blocks, gated
+    def _launcher(self, form: Form, gated: bool) -> tuple[nvrtc.Launcher, Parameters]:
+        key = form.blocks, gated
         if key not in self.launchers:
-            form = replace(self.form, blocks=blocks)
             launch = choose(form, self.N, self.K, self.groups, gated)
             fixed = parameters(self.weight, launch)
-            prepared = self._kernel(blocks).launcher(launch.blocks, launch.threads, launch.shared_bytes, fixed)
+            prepared = self._kernel(form).launcher(launch.blocks, launch.threads, launch.shared_bytes, fixed)
             self.launchers[key] = prepared, fixed
         return self.launchers[key]
 
-    def _kernel(self, blocks: int) -> nvrtc.Kernel:
-        return kernel(replace(self.form, blocks=blocks), self.device, self.folder)
+    def _kernel(self, form: Form) -> nvrtc.Kernel:
+        return kernel(form, self.device, self.folder)
 
 
 @functools.cache
@@ -247,5 +263,5 @@ def kernel(form: Form, device: torch.device, folder: Path | None) -> nvrtc.Kerne
     """Compiled or read from `folder` once a process and device."""
     major, minor = torch.cuda.get_device_capability(device)
     with torch.cuda.device(device):
-        cubin = nvrtc.cached_cubin(SOURCE.read_text(), form.options, f"sm_{major}{minor}", folder)
+        cubin = nvrtc.cached_cubin(form.source, form.options, f"sm_{major}{minor}", folder)
         return nvrtc.load(cubin, "gemv", SHARED_BYTES)

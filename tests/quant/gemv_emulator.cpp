@@ -1,4 +1,4 @@
-// Runs the CUDA kernel of quant/kernels/gemv.cu on the CPU, a block at a time: every thread is a coroutine that
+// Runs the CUDA kernel of quant/kernels/gemv*.cu on the CPU, a block at a time: every thread is a coroutine that
 // gives way at barriers. Asynchronous copies happen only when they are waited for, and shared memory starts as NaN.
 #include <ucontext.h>
 
@@ -25,6 +25,7 @@ static uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 static uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 static float2 make_float2(float x, float y) { return {x, y}; }
 template <class T> static T min(T a, T b) { return a < b ? a : b; }
+template <class T> static T max(T a, T b) { return a > b ? a : b; }
 struct Index { int x; };
 static Index threadIdx, blockIdx, blockDim;
 alignas(128) unsigned char shared[1 << 20];
@@ -60,6 +61,13 @@ static void __syncwarp() { meet_warp(); }
 
 static float __uint_as_float(unsigned bits) { float f; std::memcpy(&f, &bits, 4); return f; }
 static unsigned as_bits(float f) { unsigned bits; std::memcpy(&bits, &f, 4); return bits; }
+static unsigned __float_as_uint(float f) { return as_bits(f); }
+static unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
+    const unsigned long long both = (unsigned long long)b << 32 | a;
+    unsigned picked = 0;
+    for (int i = 0; i < 4; i++) picked |= (unsigned)(both >> (selector >> 4 * i & 7) * 8 & 0xff) << 8 * i;
+    return picked;
+}
 static float emulated_expf(float v) { return std::exp(v); }
 static float __fdividef(float a, float b) { return a / b; }
 static unsigned __umulhi(unsigned a, unsigned b) { return (unsigned long long)a * b >> 32; }
@@ -75,7 +83,6 @@ static float number(unsigned pair, int high) {
     const unsigned short bits = pair >> 16 * high;
     return HALF ? half_to_float(bits) : __uint_as_float((unsigned)bits << 16);
 }
-static unsigned opaque(unsigned v) { return v; }
 static unsigned product_pair(unsigned a, unsigned b) {
     return pack_pair(number(a, 0) * number(b, 0), number(a, 1) * number(b, 1));
 }
@@ -95,6 +102,14 @@ template <int LATER> static void await_requests() {
 static void await_inputs() {}
 static void admit_next() {}
 template <class T> static T __ldcg(const T *p) { return *p; }
+static float from_lane(float v, int difference) {
+    auto &lanes = exchange[current / 32];
+    lanes[current % 32][0] = as_bits(v);
+    meet_warp();
+    const float other = __uint_as_float(lanes[(current % 32) ^ difference][0]);
+    meet_warp();
+    return other;
+}
 // PTX ISA, "Matrix fragments for mma.m16n8k16": lane (g, t) holds of A rows g and g + 8, columns 2t, 2t + 1 and 8 more;
 // of B the same columns as rows, in column g; of C rows g and g + 8, columns 2t and 2t + 1.
 static void mma(float (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
@@ -112,6 +127,23 @@ static void mma(float (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a
             sum += number(a, k % 2) * number(b, k % 2);
         }
         c[i] += sum;
+    }
+    meet_warp();
+}
+// mma.m16n8k32 of bytes: as above with four columns a register instead of two.
+static void mma(int (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
+    auto &lanes = exchange[current / 32];
+    const unsigned mine[6] = {a0, a1, a2, a3, b0, b1};
+    const int lane = current % 32, g = lane / 4, t = lane % 4;
+    std::memcpy(lanes[lane], mine, sizeof mine);
+    meet_warp();
+    for (int i = 0; i < 4; i++) {
+        const int row = g + 8 * (i / 2), column = 2 * t + i % 2;
+        for (int k = 0; k < 32; k++) {
+            const unsigned a = lanes[row % 8 * 4 + k % 16 / 4][k / 16 * 2 + row / 8];
+            const unsigned b = lanes[column * 4 + k % 16 / 4][4 + k / 16];
+            c[i] += (int)(unsigned char)(a >> k % 4 * 8) * (int)(signed char)(b >> k % 4 * 8);
+        }
     }
     meet_warp();
 }

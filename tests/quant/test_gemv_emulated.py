@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quant.kernels.gemv import SOURCE, Form, Launch, form_of, parameters, set_call
+from quant.kernels.gemv import Form, Launch, form_of, parameters, set_call
 from quant.kernels.layout import DeviceInt, pack
 from quant.layers.around import Gate, Norm, around
 from quant.pack import GroupInt
@@ -35,8 +35,9 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> Emulate:
 
     def library(form: Form) -> ctypes.CDLL:
         if form not in libraries:
-            to = folder / f"{len(libraries)}.so"
-            options = ["-O1", "-std=c++17", "-shared", "-fPIC", "-w", f'-DKERNEL="{SOURCE}"', *form.options]
+            to, source = folder / f"{len(libraries)}.so", folder / f"{len(libraries)}.cu"
+            source.write_text(form.source)
+            options = ["-O1", "-std=c++17", "-shared", "-fPIC", "-w", f'-DKERNEL="{source}"', *form.options]
             subprocess.run([compiler, *options, "-o", str(to), str(EMULATOR)], check=True)
             libraries[form] = ctypes.CDLL(str(to))
         return libraries[form]
@@ -96,7 +97,7 @@ def check(
     dtype: torch.dtype = torch.bfloat16, depth: int = 2, norm: bool = False, gate: Gate | None = None,
     onto: bool = False, wide: bool = False,
 ) -> None:  # fmt: skip
-    form = replace(form_of(weight, dtype), blocks=-(-rows // 4), depth=depth)
+    form = replace(form_of(weight, dtype), depth=depth).for_rows(rows)
     k = weight.shape[1] if isinstance(weight, Tensor) else weight.K
     n = weight.shape[0] if isinstance(weight, Tensor) else weight.N
     x, before = inputs(rows, k, dtype), Norm(inputs(1, k, dtype)[0].abs(), 1e-5) if norm else None

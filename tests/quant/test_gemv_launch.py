@@ -17,14 +17,14 @@ SHAPES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("blocks", [1, 2])
+@pytest.mark.parametrize("rows", [1, 8])
 @pytest.mark.parametrize("bits", [4, 8, 16])
 @pytest.mark.parametrize(("n", "k", "gated"), SHAPES)
-def test_a_launch_that_the_gpu_takes(n: int, k: int, gated: bool, bits: int, blocks: int) -> None:
+def test_a_launch_that_the_gpu_takes(n: int, k: int, gated: bool, bits: int, rows: int) -> None:
     for group in (k,) if bits == 16 else (32, 128, k):
         if k % group:
             continue
-        form = Form(bits, False, blocks=blocks, depth=PLAIN_DEPTH if bits == 16 else 6)
+        form = Form(bits, False, depth=PLAIN_DEPTH if bits == 16 else 6).for_rows(rows)
         launch = choose(form, n, k, k // group, gated)
         assert 1 <= launch.blocks <= launch.outputs == (n // 2 if gated else n)
         assert launch.shared_bytes <= SHARED_BYTES
