@@ -12,13 +12,15 @@ __device__ __forceinline__ void write_outputs(const Params &p, const Block &bloc
         const int row = i / block.count, r = i - row * block.count;
         const float *from = sums + (p.gate ? r / 8 * 2 : r / 8) * NB * 32;
         float y = 0, up = 0;
-#pragma unroll 4
-        for (int w = 0; w < warps; w++) y += Inputs::sum_of(from + w * stride, r % 8, row);
+#pragma unroll
+        for (int w = 0; w < MOST_WARPS; w++)
+            if (w < warps) y += Inputs::sum_of(from + w * stride, r % 8, row);
         const float factor = p.norm && Inputs::FACTOR_ON_SUMS ? Inputs::inverse_rms(partial, row, warps, p) : 1.f;
         y *= factor;
         if (p.gate) {
-#pragma unroll 4
-            for (int w = 0; w < warps; w++) up += Inputs::sum_of(from + w * stride + NB * 32, r % 8, row);
+#pragma unroll
+            for (int w = 0; w < MOST_WARPS; w++)
+                if (w < warps) up += Inputs::sum_of(from + w * stride + NB * 32, r % 8, row);
             y = activated(y, up * factor, p);
         }
         const long long to = (long long)row * outputs + block.first + r;
@@ -75,7 +77,7 @@ struct Asking {
 
 template <int I> struct Count { static constexpr int value = I; };
 
-extern "C" __global__ void __launch_bounds__(384, RESIDENT) gemv(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(32 * MOST_WARPS, RESIDENT) gemv(const __grid_constant__ Params p) {
     extern __shared__ __align__(16) u8 shared[];
     const Place place(p, threadIdx.x);
     const Block block(p, blockIdx.x);

@@ -119,13 +119,14 @@ struct Inputs {
             group[r] = min((int)__umulhi(column, p.group_inverse), p.groups - 1);
 #pragma unroll
             for (int b = 0; b < NB; b++) {
-                int c[4] = {};
+                int c[2][4] = {};
 #pragma unroll
                 for (int i = r * (WORDS / SUMS); i < (r + 1) * (WORDS / SUMS); i += 2)
-                    mma(c, 0x01010101, 0x01010101, 0x01010101, 0x01010101, x[b][i], x[b][i + 1]);
-                if (KIND != 0) sum[b][r] = (float)(256 * c[0] + c[1]);
-                start[b][r][0] = INTEGER_BITS - (KIND == 0 ? MIDDLE * c[0] : 0);
-                start[b][r][1] = INTEGER_BITS - (KIND == 0 ? MIDDLE * c[1] : 0);
+                    mma(c[i / 2 % 2], 0x01010101, 0x01010101, 0x01010101, 0x01010101, x[b][i], x[b][i + 1]);
+                const int high = c[0][0] + c[1][0], low = c[0][1] + c[1][1];
+                if (KIND != 0) sum[b][r] = (float)(256 * high + low);
+                start[b][r][0] = INTEGER_BITS - (KIND == 0 ? MIDDLE * high : 0);
+                start[b][r][1] = INTEGER_BITS - (KIND == 0 ? MIDDLE * low : 0);
             }
         }
     }
@@ -191,8 +192,9 @@ struct Inputs {
     }
     static __device__ __forceinline__ float inverse_rms(const float *partial, int row, int warps, const Params &p) {
         float all = 0;
-#pragma unroll 4
-        for (int w = 0; w < warps; w++) all += partial[w * 2 * NB + row];
+#pragma unroll
+        for (int w = 0; w < MOST_WARPS; w++)
+            if (w < warps) all += partial[w * 2 * NB + row];
         return rsqrtf(__fdividef(all, (float)p.K) + p.eps);
     }
     static constexpr bool FACTOR_ON_SUMS = true;

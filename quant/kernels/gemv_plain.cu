@@ -91,8 +91,9 @@ struct Inputs {
 
     static __device__ __forceinline__ float inverse_rms(const float *partial, int row, int warps, const Params &p) {
         float all = 0;
-#pragma unroll 4
-        for (int w = 0; w < warps; w++) {
+#pragma unroll
+        for (int w = 0; w < MOST_WARPS; w++) {
+            if (w >= warps) break;
             const float2 v = *(const float2 *)(partial + (w * NB + row / 4) * 8 + row % 4 * 2);
             all += v.x + v.y;
         }
