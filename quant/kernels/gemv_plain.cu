@@ -43,16 +43,18 @@ struct Inputs {
 
     // In float16 x times the norm's weight alone may leave the range: there 1 / rms comes first, and the warps wait.
     __device__ __forceinline__ void begin(const Params &p, const Place &place, int steps, float *partial) {
-        if (!HALF || !p.norm) return;
-        for (int s = place.column_warp; s < steps; s += p.column_warps) {
-            load_x(p, place, s);
-            add_squares(place.g);
-        }
-        if (place.row_warp == 0) leave_squares(partial, place);
-        __syncthreads();
+        if constexpr (HALF) {
+            if (!p.norm) return;
+            for (int s = place.column_warp; s < steps; s += p.column_warps) {
+                load_x(p, place, s);
+                add_squares(place.g);
+            }
+            if (place.row_warp == 0) leave_squares(partial, place);
+            __syncthreads();
 #pragma unroll
-        for (int b = 0; b < NB; b++) factor[b] = inverse_rms(partial, row + 4 * b, p.column_warps, p);
-        load_x(p, place, place.column_warp);
+            for (int b = 0; b < NB; b++) factor[b] = inverse_rms(partial, row + 4 * b, p.column_warps, p);
+            load_x(p, place, place.column_warp);
+        }
     }
 
     __device__ __forceinline__ void prepare(const Params &p, const Place &place, int) {
