@@ -90,6 +90,7 @@ class Draws:
         self.sums, self.fine_sums = (array(cells * EDGES.value, torch.float32) for _ in range(2))
         self.edges, self.fine_edges = (array(rows * EDGES.value, torch.float32) for _ in range(2))
         self.goals, self.above = array(rows, torch.float64), array(rows, torch.float32)
+        self.low = array(cells, torch.float32)
         self.arrived, self.found = (array(rows, torch.int32) for _ in range(2))
         self.listed, self.near = (array(longest, torch.float32) for _ in range(2))
 
@@ -139,10 +140,10 @@ class Draws:
         rates = (None, None, None) if pen is None else (pen.repetition, pen.frequency, pen.presence)
         passes.peaks[grid](
             *matrix, *row, *seats, *rates, allowed, 0 if allowed is None else allowed.stride(0),
-            self.key, self.id, self.mass, self.arrived, self.found, num_warps=shape.peaks, **full,
+            self.key, self.id, self.low, self.mass, self.arrived, self.found, num_warps=shape.peaks, **full,
         )  # fmt: skip
         passes.coarse[grid](
-            *matrix, *numbers, *row, *seats, self.key, self.id, self.mass, ids, peak, self.goals,
+            *matrix, *numbers, *row, *seats, self.key, self.id, self.low, self.mass, ids, peak, self.goals,
             self.edges, self.sums, self.listed, self.length,
             LANES=min(shape.coarse * 32, shape.chunk), num_warps=shape.coarse, **blocks,
         )  # fmt: skip

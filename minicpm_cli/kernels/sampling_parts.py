@@ -97,16 +97,41 @@ def edge_sums(listed, count, edges, peak, cool, unit, WIDTH: tl.constexpr):  # -
 
 
 @triton.jit
-def between(sums, edges, blocks, goal, BLOCKS: tl.constexpr):
-    """The edge where the sums reach the goal, -inf if none does, and the edge before, +inf if it is the first."""
+def summed(sums, blocks, BLOCKS: tl.constexpr):  # -> [EDGES] float64
+    """The sums of all chunks of a row."""
     lane, step = tl.arange(0, BLOCKS), tl.arange(0, EDGES)
     at = sums + lane[:, None] * EDGES + step[None, :]
-    reached = tl.sum(tl.load(at, mask=lane[:, None] < blocks, other=0.0).to(tl.float64), 0)
-    scores = tl.load(edges + step)
+    return tl.sum(tl.load(at, mask=lane[:, None] < blocks, other=0.0).to(tl.float64), 0)
+
+
+@triton.jit
+def between(reached, scores, goal):  # [EDGES], [EDGES]
+    """The edge where the sums reach the goal, -inf if none does, and the edge before, +inf if it is the first."""
+    step = tl.arange(0, EDGES)
     place = tl.sum((reached < goal).to(tl.int32), 0)
     low = tl.max(tl.where(step == place, scores, -float("inf")), 0)
     high = tl.max(tl.where(step == place - 1, scores, -float("inf")), 0)
     return low, tl.where(place == 0, float("inf"), high)
+
+
+@triton.jit
+def aimed(reached, goal, low, top):
+    """Sixteen edges from `top` down to `low`, closest where the goal should be by the masses of three steps."""
+    step = tl.arange(0, EDGES)
+    place = tl.sum((reached < goal).to(tl.int32), 0)
+    end = tl.sum(tl.where(step == place, reached, 0.0), 0)
+    start = tl.sum(tl.where(step == place - 1, reached, 0.0), 0)
+    mass = tl.maximum(end - start, 1e-30)
+    share = tl.minimum(tl.maximum((goal - start) / mass, 0.0), 1.0).to(tl.float32)
+    before = start - tl.sum(tl.where(step == place - 2, reached, 0.0), 0)
+    after = tl.sum(tl.where(step == place + 1, reached, 0.0), 0) - end
+    inner = (place > 0) & (place < EDGES - 1)
+    slope = tl.where(inner, tl.minimum(tl.maximum((after - before) / (2.0 * mass), -1.0), 1.0), 0.0).to(tl.float32)
+    share += slope * 0.5 * share * (1.0 - share) / (1.0 + slope * (share - 0.5))
+    away = step - EDGES // 2 + 1
+    distance = tl.where(away == 0, 0.0, tl.exp2(tl.abs(away).to(tl.float32) - EDGES // 2 - 1.0))
+    share = tl.minimum(tl.maximum(share + tl.where(away < 0, -distance, distance), 0.0), 1.0)
+    return tl.where(step == EDGES - 1, low, tl.maximum(top - (top - low) * share, low))
 
 
 @triton.jit
@@ -148,13 +173,13 @@ def threshold(near, count, peak, cool, unit, goal, low, high):
             step = tl.maximum((high - low) // PIVOTS, 1)
             keys = low + step * (1 + tl.arange(0, PIVOTS)).to(tl.int64)
             pivots = value_of(tl.minimum(keys, high).to(tl.int32))
-            mass = tl.zeros([PIVOTS], tl.int64)
+            mass = tl.zeros([PIVOTS, TILE], tl.int64)
             for start in range(0, count, TILE):
                 lane = start + tl.arange(0, TILE)
                 x = tl.load(near + lane, mask=lane < count, other=-float("inf"))
                 masses = fixed(x, lane < count, peak, cool, unit)
-                mass += tl.sum(tl.where(x[None, :] >= pivots[:, None], masses[None, :], 0), 1)
-            good = tl.sum((mass.to(tl.float64) / FIXED >= goal).to(tl.int64), 0)
+                mass += tl.where(x[None, :] >= pivots[:, None], masses[None, :], 0)
+            good = tl.sum((tl.sum(mass, 1).to(tl.float64) / FIXED >= goal).to(tl.int64), 0)
             high = tl.minimum(high, low + (good + 1) * step)
             low = tl.minimum(low + good * step, high - 1)
     return low

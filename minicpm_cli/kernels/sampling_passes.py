@@ -12,6 +12,7 @@ from minicpm_cli.kernels.sampling_parts import (
     EDGES,
     LOG2E,
     NOWHERE,
+    aimed,
     between,
     chunk_of,
     drawn,
@@ -22,6 +23,7 @@ from minicpm_cli.kernels.sampling_parts import (
     listed_masses,
     mass_from,
     row_of,
+    summed,
     threshold,
     uniform_of,
     value_of,
@@ -32,10 +34,10 @@ from minicpm_cli.kernels.sampling_parts import (
 def peaks(
     logits, stride, vocab, temperature, top_p, min_p, top_k,
     seats, counts, repetition, frequency, presence, allowed, allowed_stride,
-    part_key, part_id, part_mass, arrived, found,
+    part_key, part_id, part_low, part_mass, arrived, found,
     CHUNK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Changes the logits by penalties and mask; of each chunk the largest key, its lowest id, and the mass below it."""
+    """Changes logits by penalties and mask; of each chunk the largest key, its lowest id, the lowest score, the mass."""
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -73,13 +75,14 @@ def peaks(
         t, _, _, _ = row_of(temperature, top_p, min_p, top_k, row)
         peak = value_of(key)
         if (t != 0.0) & finite(peak):
+            tl.store(part_low + at, tl.min(tl.where(x > -float("inf"), x, float("inf")), 0))
             tl.store(part_mass + at, tl.sum(tl.exp2((x - peak) * (LOG2E / t)).to(tl.float64), 0))
 
 
 @triton.jit
 def coarse(
     logits, stride, vocab, seed, index, temperature, top_p, min_p, top_k, seats, counts,
-    part_key, part_id, part_mass, out_id, out_peak, goals, edges, sums, listed, lengths,
+    part_key, part_id, part_low, part_mass, out_id, out_peak, goals, edges, sums, listed, lengths,
     BLOCKS: tl.constexpr, CHUNK: tl.constexpr, LANES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Ends rows that are greedy, not finite or without filters; of the others the lists and the sums at 16 edges."""
@@ -117,9 +120,12 @@ def coarse(
                 # Below this score lies less than 1 - top_p of the mass, whatever the scores are.
                 below = tl.maximum(((1.0 - p) * whole).to(tl.float32) / vocab, 1e-37)
                 lowest = tl.min(tl.where(seen, tops, float("inf")), 0)
+                bottoms = tl.load(part_low + row * blocks + lane, mask=there, other=float("inf"))
+                bottom = tl.min(tl.where(seen, bottoms, float("inf")), 0)
                 of_k = (peak - lowest) * tl.where(k > tl.sum(seen.to(tl.int32), 0), 2.0, 1.0)
                 span = tl.where(k > 0, of_k, -t * tl.log(below) * 1.001)
-                span = tl.minimum(tl.maximum(span, 1e-3), 1e37)
+                span = tl.minimum(tl.minimum(span, (peak - bottom) * 1.001), 1e37)
+                span = tl.maximum(span, 1e-3)
                 step = tl.arange(0, EDGES)
                 scores = peak - span * ((step + 1).to(tl.float32) / EDGES)
                 least = tl.where(search, tl.min(scores, 0), peak + t * tl.log(tl.maximum(floor, 1e-37)))
@@ -130,7 +136,7 @@ def coarse(
                 count = listed_chunk(here, block, vocab, least, listed + at * CHUNK, CHUNK, LANES)
                 tl.store(lengths + at, count)
                 if search:
-                    got = edge_sums(listed + at * CHUNK, count, scores, peak, cool, k > 0, CHUNK // 8)
+                    got = edge_sums(listed + at * CHUNK, count, scores, peak, cool, k > 0, 2 * LANES)
                     tl.store(sums + at * EDGES + step, got)
             elif block == 0:
                 uniform = uniform_of(tl.load(seed + row), tl.load(index + row))
@@ -169,25 +175,28 @@ def fine(
         lane = tl.arange(0, BLOCKS)
         count = tl.load(lengths + at)
         total = tl.sum(tl.load(lengths + row * blocks + lane, mask=lane < blocks, other=0), 0)
+        step = tl.arange(0, EDGES)
+        goal = tl.load(goals + row)
+        reached = tl.zeros([EDGES], tl.float64)
         low, high = peak, peak
         if search:
-            low, high = between(sums + row * blocks * EDGES, edges + row * EDGES, blocks, tl.load(goals + row), BLOCKS)
+            reached = summed(sums + row * blocks * EDGES, blocks, BLOCKS)
+            low, high = between(reached, tl.load(edges + row * EDGES + step), goal)
         if (total > MANY) & search | (low == -float("inf")):
             here = listed + at * CHUNK
             if low == -float("inf"):  # fewer than top_k were listed
                 count = listed_chunk(logits + row * stride, block, vocab, low, here, CHUNK, LANES)
-            step = tl.arange(0, EDGES)
             top = tl.minimum(high, peak)
-            scores = top - (top - low) * ((step + 1).to(tl.float32) / EDGES)
-            # Beyond the last edge the distances double.
-            beyond = top - tl.maximum(peak - top, 1e-3) * (tl.exp2((step + 1).to(tl.float32)) - 1.0)
-            scores = tl.where(low > -float("inf"), scores, beyond)
-            scores = tl.where(step == EDGES - 1, low, scores)
+            if low == -float("inf"):  # beyond the last edge the distances double
+                scores = top - tl.maximum(peak - top, 1e-3) * (tl.exp2((step + 1).to(tl.float32)) - 1.0)
+                scores = tl.where(step == EDGES - 1, low, scores)
+            else:
+                scores = aimed(reached, goal, low, top)
             if block == 0:
                 tl.store(fine_edges + row * EDGES + step, scores)
                 tl.store(above + row, high)
             tl.store(fine_lengths + at, count)
-            got = edge_sums(here, count, scores, peak, LOG2E / t, k > 0, CHUNK // 8)
+            got = edge_sums(here, count, scores, peak, LOG2E / t, k > 0, 2 * LANES)
             tl.store(fine_sums + at * EDGES + step, got)
         else:
             if block == 0:
@@ -215,7 +224,8 @@ def last(
     if (t != 0.0) & finite(peak) & ((k > 0) | (p < 1.0)):
         top = tl.load(above + row)
         if top == top:
-            low, high = between(sums + row * blocks * EDGES, edges + row * EDGES, blocks, tl.load(goals + row), BLOCKS)
+            reached = summed(sums + row * blocks * EDGES, blocks, BLOCKS)
+            low, high = between(reached, tl.load(edges + row * EDGES + tl.arange(0, EDGES)), tl.load(goals + row))
             closed(
                 logits, stride, vocab, seed, index, seats, counts, out_id, goals, listed, lengths, near, found, arrived,
                 near_lengths, over_masses, floor_masses, t, p, floor, k, peak, low, tl.minimum(high, top),
@@ -240,9 +250,9 @@ def closed(
     here = listed + at * CHUNK
     count = tl.load(lengths + at)
     chosen_before = 0
-    over, kept = tl.zeros([CHUNK // 8], tl.float64), tl.zeros([CHUNK // 8], tl.float64)
-    for start in range(0, count, CHUNK // 8):
-        lane = start + tl.arange(0, CHUNK // 8)
+    over, kept = tl.zeros([CHUNK // 4], tl.float64), tl.zeros([CHUNK // 4], tl.float64)
+    for start in range(0, count, CHUNK // 4):
+        lane = start + tl.arange(0, CHUNK // 4)
         x = tl.load(here + lane, mask=lane < count, other=-float("inf"))
         weights = tl.exp2((x - peak) * cool).to(tl.float64)
         over += tl.where(x >= high, weights, 0.0)
