@@ -37,7 +37,7 @@ def peaks(
     part_key, part_id, part_low, part_mass, arrived, found,
     CHUNK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Changes logits by penalties and mask; of each chunk the largest key, its lowest id, the lowest score, the mass."""
+    """Changes logits by penalties and mask. Of each chunk: the largest key, its lowest id, the lowest score, mass."""
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
