@@ -31,11 +31,11 @@ class Draw(Protocol):
 
 
 def padded(count: int, most: int) -> int:
-    """Rows of the step that runs `count` sequences: 1, 2, 4, then multiples of 8, of 16 above 64, of 32 above 128."""
-    if count <= 4:
+    """Rows of the step that runs `count` sequences: 1, 2, 4, 8, 16, then in steps of an eighth of the next power of 2."""
+    if count <= 8:
         size = 1 << (count - 1).bit_length()
     else:
-        step = 8 if count <= 64 else 16 if count <= 128 else 32
+        step = max(8, (1 << (count - 1).bit_length()) // 8)
         size = -(-count // step) * step
     return min(size, most)
 

@@ -18,6 +18,7 @@ from lagged_cases import WAYS, Draws, Queue, lagged_engine, replayed
 from tensor_decoder import TensorDecoder
 
 from minicpm_cli.engine.engine import Engine, EngineConfig
+from minicpm_cli.engine.graphs import padded
 from minicpm_cli.engine.sequence import Sequence
 
 
@@ -103,6 +104,14 @@ def test_an_engine_that_is_let_go_is_gone_at_once(way: str) -> None:
         assert gone() is None
     finally:
         gc.enable()
+
+
+def test_few_sizes_of_steps_and_little_padding() -> None:
+    sizes = [padded(count, 1000) for count in range(1, 1001)]
+    assert sorted(set(sizes))[:9] == [1, 2, 4, 8, 16, 24, 32, 40, 48]
+    assert len(set(sizes)) == 27
+    assert max(sizes) == 1000
+    assert all(count <= size <= max(1.25 * count, count + 7) for count, size in enumerate(sizes, 1))
 
 
 def soak(engine: Engine, seconds: float, hosted: bool = True) -> int:
