@@ -9,7 +9,8 @@ from minicpm_cli.errors import OutOfMemory
 from minicpm_cli.model.config import ModelConfig
 from minicpm_cli.units import size
 
-GPU_SEQS, GPU_TOKENS = 64, 8192
+GPU_SEQS = (256, 128, 64)  # the most for which the cache has SEAT tokens each, at least the last
+SEAT, GPU_TOKENS = 512, 8192
 CPU_SEQS, CPU_TOKENS, CPU_CONTEXT = 4, 512, 8192
 CPU_CACHE_SHARE = 0.25  # of free memory, unless a larger context is asked for: the machine is not ours alone
 LEAST_CONTEXT = 512  # a smaller context than this, or the model's own, is not worth opening
@@ -121,9 +122,9 @@ def plan_memory(demand: Demand, free_bytes: int, options: MemoryOptions) -> Memo
 def survey_memory(demand: Demand, free_bytes: int, options: MemoryOptions) -> MemoryPlan:
     """The same plan, but what does not fit is told in `problem`."""
     cfg, page = demand.cfg, options.page_size
-    seqs = options.max_seqs or (CPU_SEQS if options.cpu else GPU_SEQS)
-    tokens = max(options.max_batch_tokens or (CPU_TOKENS if options.cpu else GPU_TOKENS), seqs)
     budget = int(free_bytes * options.fraction)
+    seqs = options.max_seqs or (CPU_SEQS if options.cpu else _seats(demand, budget, options))
+    tokens = _tokens(options, seqs)
     room = _room(demand, budget, tokens, seqs, options)
     context = options.context or min(cfg.context, CPU_CONTEXT if options.cpu else cfg.context, max(room, 1))
     pages = min(room // page, seqs * -(-context // page))
@@ -148,6 +149,16 @@ def survey_memory(demand: Demand, free_bytes: int, options: MemoryOptions) -> Me
         largest_batch=_largest_batch(demand, budget, tokens, min(context, cfg.context), options),
         problem=_problem(demand, budget, room, tokens, seqs, options),
     )
+
+
+def _tokens(options: MemoryOptions, seqs: int) -> int:
+    return max(options.max_batch_tokens or (CPU_TOKENS if options.cpu else GPU_TOKENS), seqs)
+
+
+def _seats(demand: Demand, budget: int, options: MemoryOptions) -> int:
+    """Where nobody says how many sequences may run at once on a GPU."""
+    enough = (n for n in GPU_SEQS if _room(demand, budget, _tokens(options, n), n, options) >= n * SEAT)
+    return next(enough, GPU_SEQS[-1])
 
 
 def what_would_fit(cfg: ModelConfig, tokens: int, seqs: int, free: int, form: Form = PLAIN) -> str:

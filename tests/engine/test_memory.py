@@ -38,11 +38,19 @@ def plan(free: float, **options: object) -> MemoryPlan:
 
 def test_a_gpu_gives_the_cache_all_that_is_left() -> None:
     got = plan(16)
-    assert (got.context, got.max_seqs, got.kv_per_token) == (32768, 64, KV)
+    assert (got.context, got.max_seqs, got.kv_per_token) == (32768, 256, KV)
     assert got.budget == int(16 * GIB * 0.9)
     assert got.total <= got.budget < got.total + got.page_size * KV
     assert got.fits
     assert "fits" in got.verdict
+
+
+def test_seats_are_as_many_as_the_cache_feeds() -> None:
+    seats = {got.max_seqs: got for got in map(plan, (2.2, 2.8, 3.3, 16))}
+    assert set(seats) == {64, 128, 256}
+    for count, got in seats.items():
+        assert count == 64 or got.cache_tokens >= count * 512
+    assert plan(2.2, max_seqs=200).max_seqs == 200
 
 
 def test_the_cache_is_never_larger_than_all_seats_can_use() -> None:
