@@ -89,7 +89,9 @@ class DecodeAttention:
         rows, keys = len(q), cache.k.shape[2]
         if not attention_decode_cuda.worth(rows, heads, keys) or not attention_decode_cuda.supported(q, cache, turn):
             return None
-        return attention_decode_cuda.choose(rows, heads, keys, page_table.shape[1] * page_size)
+        return attention_decode_cuda.choose(
+            rows, heads, keys, page_table.shape[1] * page_size, cache.scales is not None
+        )
 
     def _multi_head(
         self, q: Tensor, history: History, scale: float, turn: Turn | None, tiling: Tiling | None
@@ -192,8 +194,9 @@ def multi_head_tiling(rows: int, history: History) -> Tiling:
 def grouped_tiling(rows: int, history: History) -> Tiling:
     """As measured on an H200: two programs for each multiprocessor."""
     programs = rows * history.cache.k.shape[2]
-    if history.cache.v.shape[3] < history.cache.k.shape[3]:
-        return Tiling(warps=8, splits=min(-(-128 // programs), 16), chunk=64, block=64, stages=2)
+    if history.cache.v.shape[3] < history.cache.k.shape[3]:  # MLA, of one key head
+        splits = min(max(256 // rows, 1), 32)
+        return Tiling(warps=4, splits=splits, chunk=64, block=16, step=32, stages=3 if splits > 4 else 5)
     splits, chunk = split_count(programs, history.longest)
     return Tiling(warps=4, splits=min(splits, -(-256 // programs)), chunk=max(chunk, 64), block=16, stages=5)
 

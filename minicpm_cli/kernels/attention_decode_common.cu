@@ -1,23 +1,21 @@
 // What the two decode kernels share: numbers, the newest token of a row, and how the parts of a head come together.
 //
-// Older tokens lie in the cache since earlier steps: the kernels request them before griddepcontrol.wait. The newest
-// one, which the kernel before this one computed, begins the softmax of one warp. With TURN > 0 the kernel itself rotates
-// it (the last 2 * TURN elements of a head, i with i + TURN) and stores it: q then holds heads of queries, keys, values.
+// Older tokens lie in the cache since earlier steps: the kernels request them before griddepcontrol.wait. The newest one,
+// which the kernel before this one computed, begins the softmax of one warp. With TURN > 0 the kernel itself rotates it
+// (the last 2 * TURN elements of a head, i with i + TURN) and stores it: q then holds heads of queries, keys and values.
 //
-// Set by the compiler's options: D, HEADS (of queries), KEYS, PAGE, KIND (cache: 0 as q, 1 float8 e4m3, 2 int8, those
-// with a float16 scale for each head), FLOAT16 (q, else bfloat16), TURN, and how the work is cut: WARPS, BLOCK, NEAR,
-// CLUSTER, DEPTH, STAGES.
+// Set by the compiler's options: D, HEADS (of queries), KEYS, PAGE, KIND (cache: 0 as q, 1 float8 e4m3, 2 int8, both with
+// a float16 scale for each head), FLOAT16 (q, else bfloat16), TURN, WARPS, BLOCK, CLUSTER, DEPTH, STAGES.
 
 typedef unsigned int u32;
 typedef unsigned short u16;
 typedef unsigned char u8;
 
 constexpr int up(int n) { return n <= 1 ? 1 : 2 * up((n + 1) / 2); }
-// A piece is 16 bytes of a head: EACH elements. WIDE threads hold a head, and a warp SIDE times NEAR heads.
+// A piece is 16 bytes of a head: EACH elements. WIDE threads hold a head.
 enum { BYTES = KIND ? 1 : 2, EACH = 16 / BYTES, PIECES = D / EACH, WIDE = up(PIECES), LEAD = D - 2 * TURN };
-enum { SIDE = 32 / (WIDE * NEAR) };
 enum { ROW = D + 4, BARRIER = 16 };  // floats of a part: sums, maximum, total; bytes before the ring
-static_assert(D % EACH == 0 && WIDE * NEAR <= 32 && TURN % EACH == 0 && LEAD % EACH == 0);
+static_assert(D % EACH == 0 && WIDE <= 32 && TURN % EACH == 0 && LEAD % EACH == 0);
 constexpr float LOWEST = -1e30f, LARGEST = KIND == 2 ? 127.f : 448.f;
 
 struct Params {
@@ -127,7 +125,7 @@ __device__ __forceinline__ float scale_in(u32 word, const u16 *scales, int key) 
 }
 
 // ---- the newest token ----
-struct Place {  // which piece of which head a thread holds, and on which side
+struct Place {  // which piece of which head a thread holds; the same head stands in a warp 32 / WIDE times
     int row, key, piece, side, lane;
     bool inside;
 };
@@ -218,38 +216,31 @@ __device__ __forceinline__ float fp8_error(const float (&f)[EACH], float scale) 
     }
     return across(sum) * scale * scale;
 }
-// As minicpm_cli.kernels.cache.encode chooses it; the sides try a largest code each, of 448, 416 .. 256.
-__device__ __forceinline__ float best_scale(const float (&f)[EACH], int side) {
-    float peak = 0.f, best = 0.f, least = 3e38f;
+__device__ __forceinline__ float best_scale(const float (&f)[EACH]) {  // as minicpm_cli.kernels.cache.encode chooses it
+    float peak = 0.f;
 #pragma unroll
     for (int i = 0; i < EACH; i++) peak = fmaxf(peak, fabsf(f[i]));
 #pragma unroll
     for (int o = WIDE / 2; o; o /= 2) peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, o));
-    if (KIND == 2) return rounded_scale(peak / LARGEST);
-    for (int first = 0; first < 7; first += SIDE) {
-        int which = first + side;
-        float scale = rounded_scale(peak / (448 - 32 * which)), error = fp8_error(f, scale);
-        if (which >= 7) error = 3e38f;
-#pragma unroll
-        for (int o = WIDE * NEAR; o < 32; o *= 2) {
-            const float scale2 = __shfl_xor_sync(~0u, scale, o), error2 = __shfl_xor_sync(~0u, error, o);
-            const int which2 = __shfl_xor_sync(~0u, which, o);
-            if (error2 < error || (error2 == error && which2 < which)) scale = scale2, error = error2, which = which2;
-        }
-        if (error < least) best = scale, least = error;
+    float scale = rounded_scale(peak / LARGEST);
+    if (KIND == 2) return scale;
+    float least = fp8_error(f, scale);
+    for (int code = 416; code >= 256; code -= 32) {
+        const float other = rounded_scale(peak / code), error = fp8_error(f, other);
+        if (error < least) scale = other, least = error;
     }
-    return best;
+    return scale;
 }
-__device__ __forceinline__ void keep(float (&f)[EACH], const Place &me, u8 *to, u16 *scale_to, bool store) {
+__device__ __forceinline__ void keep(float (&f)[EACH], u8 *to, u16 *scale_to, bool store, bool first) {
     uint4 raw;
     if (KIND) {
-        const float scale = best_scale(f, me.side);
+        const float scale = best_scale(f);
         raw = {four_codes(f, scale), four_codes(f + 4, scale), four_codes(f + 8 % EACH, scale),
                four_codes(f + 12 % EACH, scale)};
         unpack(raw, f);
 #pragma unroll
         for (int i = 0; i < EACH; i++) f[i] *= scale;
-        if (store && me.piece == 0) *scale_to = f16_of(scale);
+        if (store && first) *scale_to = f16_of(scale);
     } else {
         raw = {packed(f[0], f[1]), packed(f[2], f[3]), packed(f[4], f[5]), packed(f[6], f[7])};
     }
@@ -282,8 +273,8 @@ __device__ __forceinline__ void keep_newest(
     const size_t scale = KIND ? slot * p.scale_stride + me.key : 0;
     store = store && me.side == 0 && me.inside;
     turn(k, angle);
-    keep(k.own, me, p.k + at, p.k_scale + scale, store);
-    keep(v.own, me, p.v + at, p.v_scale + scale, store);
+    keep(k.own, p.k + at, p.k_scale + scale, store, me.piece == 0);
+    keep(v.own, p.v + at, p.v_scale + scale, store, me.piece == 0);
 }
 
 // ---- putting together ----

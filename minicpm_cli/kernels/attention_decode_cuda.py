@@ -52,7 +52,6 @@ class Cut:
     warps: int = 4
     depth: int = 2  # tokens of a thread in one step, there too
     stages: int = 4  # steps in the ring
-    near: int = 1  # there too, neighbouring heads of a warp, of which a block then has `block` times as many
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +70,7 @@ class Form:
     @property
     def options(self) -> tuple[str, ...]:
         names = ("D", "HEADS", "KEYS", "PAGE", "KIND", "FLOAT16", "TURN")
-        cuts = ("BLOCK", "CLUSTER", "WARPS", "DEPTH", "STAGES", "NEAR")  # in the order of Cut
+        cuts = ("BLOCK", "CLUSTER", "WARPS", "DEPTH", "STAGES")  # in the order of Cut
         shape = self.width, self.heads, self.keys, self.page, self.kind, self.half, self.turn
         return tuple(f"-D{name}={int(n)}" for name, n in zip(names + cuts, shape + astuple(self.cut), strict=True))
 
@@ -84,9 +83,7 @@ class Form:
     def blocks(self) -> int:
         """Of one sequence."""
         group = self.heads // self.keys
-        return self.cut.cluster * (
-            self.heads // (self.cut.block * self.cut.near) if group == 1 else self.keys * -(-group // 16)
-        )
+        return self.cut.cluster * (self.heads // self.cut.block if group == 1 else self.keys * -(-group // 16))
 
     @property
     def shared_bytes(self) -> int:
@@ -94,9 +91,9 @@ class Form:
         cut, part = self.cut, (self.width + 4) * 4
         pieces = self.width * (1 if self.kind else 2) // 16
         if self.heads == self.keys:
-            side = 32 // (cut.near << (pieces - 1).bit_length())
-            coded = side * cut.depth * 8 * -(-cut.near // 2) if self.kind else 0
-            return 16 + cut.warps * (cut.stages * (cut.depth * 1024 + coded) + cut.cluster * cut.near * part)
+            side = 32 // (1 << (pieces - 1).bit_length())
+            stage = cut.depth * 1024 + (side * cut.depth * 8 if self.kind else 0)
+            return 16 + cut.warps * (cut.stages * stage + cut.cluster * part)
         stage = (2 * -(-pieces // 4) + 4 * -(-pieces // 8)) * 512 + (128 if self.kind else 0)
         return 16 + cut.warps * (cut.stages * stage + 16 * part) + 8 * self.width
 
@@ -115,7 +112,7 @@ def supported(q: Tensor, cache: LayerCache, turn: int = 0) -> bool:
     return (
         (cache.k.dtype == q.dtype or cache.scales is not None)
         and cache.rows.shape[1] == 2 * cache.k.shape[2]
-        and width <= 256
+        and width <= 128
         and not (width % each or turn % each or (width - 2 * turn) % each)
         and not any(t.data_ptr() % 16 for t in (q, cache.k, cache.v))
         and q.stride(0) % 8 == 0
@@ -123,18 +120,20 @@ def supported(q: Tensor, cache: LayerCache, turn: int = 0) -> bool:
 
 
 def worth(rows: int, heads: int, keys: int) -> bool:
-    """Whether it is the faster form: with shared keys only while few blocks are at work."""
-    return heads == keys or _tasks(rows, heads, keys) <= 64
+    """Whether it is the faster form: for large groups only while few blocks are at work."""
+    return heads <= 4 * keys or _tasks(rows, heads, keys) <= 32
 
 
-def choose(rows: int, heads: int, keys: int, longest: int) -> Cut:
+def choose(rows: int, heads: int, keys: int, longest: int, coded: bool) -> Cut:
     """The cut by the sizes, as measured on an H200: more blocks along a sequence where there are few sequences."""
     tasks = _tasks(rows, heads, keys)
-    cluster = max(min((1152 if heads == keys else 128) // tasks, 8), 2 if longest > 8192 else 1)
-    cluster = 1 << (cluster.bit_length() - 1)
-    if heads == keys and cluster == 8:
+    if heads > keys:
+        return Cut(cluster=8) if tasks <= 16 else Cut(cluster=2 if tasks <= 64 or longest > 8192 else 1, stages=2)
+    if tasks <= 144:
         return Cut(cluster=8, depth=4, stages=3)
-    return Cut(cluster=cluster)
+    if tasks <= 1152 or longest > 8192:
+        return Cut(cluster=2)
+    return Cut(block=4, depth=1) if coded and heads % 4 == 0 else Cut()
 
 
 def _tasks(rows: int, heads: int, keys: int) -> int:
@@ -156,7 +155,7 @@ def decode(
     rows, (keys, width) = len(q), cache.k.shape[2:]
     heads = q.shape[1] - (2 * keys if turn else 0)
     out = q.new_empty(rows, heads, width)
-    cut = cut or choose(rows, heads, keys, page_table.shape[1] * page_size)
+    cut = cut or choose(rows, heads, keys, page_table.shape[1] * page_size, cache.scales is not None)
     kind, half = KINDS.get(cache.k.dtype, 0), turn[0].shape[-1] if turn else 0
     form = Form(width, heads, keys, page_size, kind, q.dtype == torch.float16, half, cut)
     launcher, p = _launcher(form, rows, q.device, folder)

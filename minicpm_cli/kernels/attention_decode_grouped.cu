@@ -1,16 +1,16 @@
 // Decode attention where a group of query heads shares a key head: up to 16 of them are the rows of mma.m16n8k16.
 //
-// A warp takes every WARPS-th unit of its block: 16 tokens of one key head. Lane (c, j) = (lane / 4, lane % 4) copies
-// and reads, through its own part of the ring, just what its fragments need, in pieces of 16 bytes: of the keys, tokens c
-// and c + 8, pieces j, j + 4, ..; of the values, tokens 2j, 2j + 1, 2j + 8, 2j + 9, pieces c, c + 8, ... Which element
-// of a head stands where in a product follows from that: both sides of q k^T are permuted alike, and columns of p v are
-// put back in place when they are sent. The loop has no barrier. At the end block r of the cluster puts together query
-// heads r, r + CLUSTER, .. of the group. 8-bit codes are multiplied as float16, weights with scales 256 times larger.
+// A warp takes every WARPS-th unit of its block: 16 tokens of one key head. Lane (c, j) = (lane / 4, lane % 4) copies and
+// reads, through its own part of the ring, just what its fragments need, in pieces of 16 bytes: of the keys, tokens c and
+// c + 8, pieces j, j + 4, ..; of the values, tokens 2j, 2j + 1, 2j + 8, 2j + 9, pieces c, c + 8, ... Which element of a
+// head stands where in a product follows from that: both sides of q k^T are permuted alike, and columns of p v are put
+// back in place when they are sent. The loop has no barrier. At the end block r of the cluster puts together query heads
+// r, r + CLUSTER, .. of the group. 8-bit codes are multiplied as float16, weights with their scales 256 times larger.
 
 enum { GROUP = HEADS / KEYS, TILES = (GROUP + 15) / 16, PARTS = CLUSTER * WARPS, OWNED = 16 / CLUSTER, UNIT = 16 };
 enum { NK = (PIECES + 3) / 4, NV = (PIECES + 7) / 8, WORDS = EACH / 2, CODED = KIND ? UNIT * 2 : 0 };
 enum { STAGE = (2 * NK + 4 * NV) * 512, RING = STAGES * STAGE, WARP_BYTES = RING + STAGES * CODED * 4 };
-static_assert(PARTS <= 32 && HEADS % KEYS == 0 && 16 % CLUSTER == 0 && NEAR == 1);
+static_assert(PARTS <= 32 && HEADS % KEYS == 0 && 16 % CLUSTER == 0);
 constexpr bool F16 = KIND || FLOAT16;
 constexpr float LARGER = KIND ? 256.f : 1.f;
 

@@ -2,15 +2,12 @@
 //
 // A warp takes every SUB-th of its block's steps of one head: WIDE threads a token, a piece each, SIDE tokens side by
 // side, DEPTH of them one after the other. Every side keeps a softmax of its own in registers; they meet once, at the
-// end: by shuffles within the warp, then in the shared memory of the first block of the cluster. The loop has no
-// barrier: a thread copies (cp.async) and reads only its own pieces of the ring. A block works on BLOCK times NEAR heads,
-// a warp on NEAR neighbours, which share the 32 bytes around their scales.
+// end: by shuffles within the warp, then in the shared memory of the first block of the cluster. The loop has no barrier:
+// a thread copies (cp.async) and reads only its own pieces of the ring. BLOCK: heads of a block.
 
-enum { STEP = SIDE * DEPTH, SUB = WARPS / BLOCK, PARTS = CLUSTER * SUB, GROUPS = HEADS / (BLOCK * NEAR) };
-enum { COUPLES = (NEAR + 1) / 2, CODED = KIND ? STEP * 2 * COUPLES : 0 };  // words of two heads' scales
+enum { SIDE = 32 / WIDE, STEP = SIDE * DEPTH, SUB = WARPS / BLOCK, PARTS = CLUSTER * SUB, CODED = KIND ? STEP * 2 : 0 };
 enum { RING = STAGES * DEPTH * 2 * 32 * 16, WARP_BYTES = RING + STAGES * CODED * 4 };
-static_assert(PARTS <= 32 && WARPS % BLOCK == 0 && HEADS % (BLOCK * NEAR) == 0 && HEADS == KEYS);
-static_assert(NEAR == 1 || HEADS % 2 == 0);
+static_assert(PARTS <= 32 && WARPS % BLOCK == 0 && HEADS % BLOCK == 0 && HEADS == KEYS);
 
 struct Softmax {
     float top, total, mixed[EACH];
@@ -28,10 +25,10 @@ __device__ __forceinline__ void request(const Params &p, const Place &me, u8 *st
         copy16(shared_address(stage + ((2 * d + 1) * 32 + me.lane) * 16), p.v + at, wanted);
     }
 #pragma unroll
-    for (int i = me.lane; i < CODED; i += 32) {  // [token][couple of heads][key, value]
-        const int within = i / 2 / COUPLES, token = unit * STEP + within;
-        const size_t slot = PAGE % STEP == 0 ? page + within : token < older ? slot_of(p, me.row, token) : 0;
-        copy_scale(p, me.key / NEAR * NEAR + i / 2 % COUPLES * 2, coded + i, slot, i & 1, token < older);
+    for (int i = me.lane; i < CODED; i += 32) {  // the scales of a token's key and value
+        const int token = unit * STEP + i / 2;
+        const size_t slot = PAGE % STEP == 0 ? page + i / 2 : token < older ? slot_of(p, me.row, token) : 0;
+        copy_scale(p, me.key, coded + i, slot, i & 1, token < older);
     }
 }
 __device__ __forceinline__ void begin(
@@ -61,9 +58,8 @@ __device__ __forceinline__ void take(
 #pragma unroll
     for (int d = 0; d < DEPTH; d++) {
         const int at = d * SIDE + me.side;
-        const u32 *both = coded + 2 * (at * COUPLES + me.key % NEAR / 2);
-        if (KIND) score[d] *= scale_in(both[0], p.k_scale, me.key);
-        if (KIND) by[d] = scale_in(both[1], p.v_scale, me.key);
+        if (KIND) score[d] *= scale_in(coded[2 * at], p.k_scale, me.key);
+        if (KIND) by[d] = scale_in(coded[2 * at + 1], p.v_scale, me.key);
         score[d] = at < left ? score[d] : 2.f * LOWEST;
         top = fmaxf(top, score[d]);
     }
@@ -84,13 +80,13 @@ __device__ __forceinline__ void take(
 __device__ __forceinline__ void gather_sides(Softmax &s) {
     float top = s.top;
 #pragma unroll
-    for (int o = WIDE * NEAR; o < 32; o *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, o));
+    for (int o = WIDE; o < 32; o *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, o));
     const float fade = power(s.top - top);
     s.top = top, s.total *= fade;
 #pragma unroll
     for (int i = 0; i < EACH; i++) s.mixed[i] *= fade;
 #pragma unroll
-    for (int o = WIDE * NEAR; o < 32; o *= 2) {
+    for (int o = WIDE; o < 32; o *= 2) {
         s.total += __shfl_xor_sync(~0u, s.total, o);
 #pragma unroll
         for (int i = 0; i < EACH; i++) s.mixed[i] += __shfl_xor_sync(~0u, s.mixed[i], o);
@@ -122,17 +118,16 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CLUSTER > 1 ? 1 : 640 /
     extern __shared__ __align__(16) u8 shared[];
     asm volatile("griddepcontrol.launch_dependents;");
     const int warp = threadIdx.x / 32, rank = blockIdx.x % CLUSTER, block = blockIdx.x / CLUSTER;
-    const int sub = warp / BLOCK, own = warp % BLOCK * NEAR;  // its first head in the block
+    const int own = warp % BLOCK, sub = warp / BLOCK;
     Place me;
-    me.lane = threadIdx.x % 32, me.piece = me.lane % WIDE, me.side = me.lane / (WIDE * NEAR);
-    const int near = me.lane / WIDE % NEAR, base = block % GROUPS * BLOCK * NEAR + own;
-    me.row = block / GROUPS, me.key = base + near, me.inside = me.piece < PIECES;
+    me.row = block / (HEADS / BLOCK), me.key = block % (HEADS / BLOCK) * BLOCK + own;
+    me.lane = threadIdx.x % 32, me.piece = me.lane % WIDE, me.side = me.lane / WIDE, me.inside = me.piece < PIECES;
 
     const int older = __ldg(p.lengths + me.row) - 1, units = (older + STEP - 1) / STEP;
     const int each = max((units + CLUSTER - 1) / CLUSTER, 1), last = min((rank + 1) * each, units);
     const int count = max((units + each - 1) / each, 1) * SUB;  // parts of a head
     if (CLUSTER > 1) {
-        if (rank == 0 && threadIdx.x == 0) expect(shared, count * BLOCK * NEAR * ROW * 4);
+        if (rank == 0 && threadIdx.x == 0) expect(shared, count * BLOCK * ROW * 4);
         asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
         if (rank > 0 && rank * each >= units) return;
     }
@@ -176,9 +171,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CLUSTER > 1 ? 1 : 640 /
     gather_sides(s);
     if (PARTS == 1) return write(p, me, s);
     if (CLUSTER > 1) asm volatile("barrier.cluster.wait;" ::: "memory");  // the first block's barrier is there
-    put(me, s, parts + (near * PARTS + rank * SUB + sub) * ROW, shared);
+    put(me, s, parts + (rank * SUB + sub) * ROW, shared);
     if (CLUSTER == 1) __syncthreads();
     if (rank > 0 || sub > 0) return;
     if (CLUSTER > 1) await(shared);
-    for (int i = 0; i < NEAR; i++) finish(p, me.row, base + i, parts + i * PARTS * ROW, ROW, count);
+    finish(p, me.row, me.key, parts, ROW, count);
 }

@@ -10,10 +10,16 @@ from minicpm_cli.kernels import reference
 from minicpm_cli.kernels.cache import LayerCache, encode
 
 attention_decode = pytest.importorskip("minicpm_cli.kernels.attention_decode")
+attention_decode_cuda = pytest.importorskip("minicpm_cli.kernels.attention_decode_cuda")
 
 PAGE = 16
 LENGTHS = (1, 15, 16, 17, 300)
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
 
 
 def random_cache(
@@ -135,8 +141,9 @@ def test_any_number_of_splits(splits: int, kernel_device: str) -> None:
 @pytest.mark.parametrize(
     ("heads", "keys", "width", "block", "cluster", "depth", "stages"),
     [
-        (4, 4, 64, 4, 1, 4, 3),
-        (4, 4, 64, 1, 8, 2, 4),
+        (4, 4, 64, 4, 1, 1, 4),
+        (4, 4, 64, 1, 8, 4, 3),
+        (4, 4, 64, 1, 1, 2, 4),
         (4, 4, 80, 2, 4, 2, 3),
         (3, 3, 128, 1, 1, 1, 2),
         (6, 2, 64, 1, 8, 1, 4),
@@ -150,6 +157,27 @@ def test_hopper_kernels(
     cut = attention_decode.Cut(block, cluster, 4, depth, stages)
     dtype = torch.float16 if cached == torch.float16 else torch.bfloat16
     assert attend(heads, keys, width, dtype, "cuda", cached=cached, tiling=cut) < TOLERANCE[dtype]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page", [8, 32])
+@pytest.mark.parametrize(("heads", "cached"), [(4, torch.bfloat16), (4, torch.float8_e4m3fn), (12, torch.int8)])
+def test_hopper_kernels_on_other_pages(heads: int, cached: torch.dtype, page: int) -> None:
+    cut = attention_decode.Cut(1, 2, 4, 4, 3)
+    assert attend(heads, 4, 64, torch.bfloat16, "cuda", cached=cached, page=page, tiling=cut) < 1e-2
+
+
+@pytest.mark.parametrize("coded", [False, True])
+@pytest.mark.parametrize(("heads", "keys"), [(36, 36), (9, 9), (24, 8), (32, 2), (16, 2)])
+@pytest.mark.parametrize("width", [64, 128])
+def test_every_choice_fits_a_block(width: int, heads: int, keys: int, coded: bool) -> None:
+    for rows in (1, 2, 4, 8, 16, 32, 64, 200):
+        for longest in (512, 4096, 131072):
+            cut = attention_decode_cuda.choose(rows, heads, keys, longest, coded)
+            form = attention_decode_cuda.Form(width, heads, keys, PAGE, int(coded), False, 0, cut)
+            assert form.shared_bytes <= attention_decode_cuda.SHARED_BYTES
+            assert heads % cut.block == 0
+            assert cut.cluster * cut.warps <= 32
 
 
 @pytest.mark.parametrize(("heads", "keys"), [(4, 4), (8, 1)])
@@ -190,7 +218,10 @@ def test_rotating_and_storing_on_the_way(
     last = torch.tensor([n - 1 for n in lengths], device=kernel_device)
     slots = table[range(len(lengths)), last // PAGE].long() * PAGE + last % PAGE
     reference.rope_store(qkv, angles.cos(), angles.sin(), heads, cache, slots)
-    cut = kernel_device == "cpu" and cached == torch.float8_e4m3fn  # the interpreter does not round to float8
+    eighth = cached == torch.float8_e4m3fn
+    cut = kernel_device == "cpu" and eighth  # the interpreter does not round to float8
     stored, wanted = _values(rows, scales), _values(cache.rows, cache.scales)
-    assert error(stored[slots.cpu()], wanted[slots.cpu()]) < (0.06 if cut else 1e-4)
+    assert error(stored[slots.cpu()], wanted[slots.cpu()]) < (
+        0.06 if cut else 5e-3 if eighth else 1e-4
+    )  # a tie of two codes may go either way
     assert error(found, expected(qkv[:, :heads], cache, table, lengths, 0.125)) < (0.06 if cut else TOLERANCE[dtype])
