@@ -1,11 +1,12 @@
 // What the two decode kernels share: numbers, the newest token of a row, and how the parts of a head come together.
 //
-// Older tokens lie in the cache since earlier steps: the kernels request them before griddepcontrol.wait. The newest one,
-// which the kernel before this one computed, begins the softmax of one warp. With TURN > 0 the kernel itself rotates it
-// (the last 2 * TURN elements of a head, i with i + TURN) and stores it: q then holds heads of queries, keys and values.
+// Older tokens lie in the cache since earlier steps: the kernels request them before griddepcontrol.wait. The newest
+// one, which the kernel before this one computed, begins the softmax of one warp. With TURN > 0 the kernel itself
+// rotates it (the last 2 * TURN elements of a head, i with i + TURN) and stores it: q then holds heads of queries, keys
+// and values.
 //
-// Set by the compiler's options: D, HEADS (of queries), KEYS, PAGE, KIND (cache: 0 as q, 1 float8 e4m3, 2 int8, both with
-// a float16 scale for each head), FLOAT16 (q, else bfloat16), TURN, WARPS, BLOCK, CLUSTER, DEPTH, STAGES.
+// Set by the compiler's options: D, HEADS (of queries), KEYS, PAGE, KIND (cache: 0 as q, 1 float8 e4m3, 2 int8, both
+// with a float16 scale for each head), FLOAT16 (q, else bfloat16), TURN, WARPS, BLOCK, CLUSTER, DEPTH, STAGES.
 
 typedef unsigned int u32;
 typedef unsigned short u16;

@@ -2,8 +2,8 @@
 //
 // A warp takes every SUB-th of its block's steps of one head: WIDE threads a token, a piece each, SIDE tokens side by
 // side, DEPTH of them one after the other. Every side keeps a softmax of its own in registers; they meet once, at the
-// end: by shuffles within the warp, then in the shared memory of the first block of the cluster. The loop has no barrier:
-// a thread copies (cp.async) and reads only its own pieces of the ring. BLOCK: heads of a block.
+// end: by shuffles within the warp, then in the shared memory of the first block of the cluster. The loop has no
+// barrier: a thread copies (cp.async) and reads only its own pieces of the ring. BLOCK: heads of a block.
 
 enum { SIDE = 32 / WIDE, STEP = SIDE * DEPTH, SUB = WARPS / BLOCK, PARTS = CLUSTER * SUB, CODED = KIND ? STEP * 2 : 0 };
 enum { RING = STAGES * DEPTH * 2 * 32 * 16, WARP_BYTES = RING + STAGES * CODED * 4 };
