@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from minicpm_cli.kernels import attention_decode_cuda
+from minicpm_cli.kernels import attention_decode_cuda, attention_decode_grouped
 from minicpm_cli.kernels import attention_decode_kernels as kernels
 from minicpm_cli.kernels.attention_decode_cuda import Cut
 from minicpm_cli.kernels.cache import LayerCache
@@ -131,7 +131,7 @@ class DecodeAttention:
         assert turn is None or width == first, "rotation on the way is for heads of a power of two"
         out = q.new_empty(rows, heads, value)
         partials, stats = _parts(out, t.splits)
-        kernels.grouped[(keys * -(-group // t.block), rows, t.splits)](
+        attention_decode_grouped.grouped[(keys * -(-group // t.block), rows, t.splits)](
             q, *history.tensors, out, partials, stats, *(turn or (None, None)),
             scale * LOG2_E, q.stride(0), *history.strides,
             GROUP=group, ROWS=t.block, KEYS=keys, D1=first, D2=width - first,
@@ -140,7 +140,7 @@ class DecodeAttention:
             num_warps=t.warps, num_stages=t.stages, **self._launch(),
         )  # fmt: skip
         if t.splits > 1:
-            kernels.combine[(heads, rows)](
+            attention_decode_grouped.combine[(heads, rows)](
                 partials, stats, history.kv_len, out, HEADS=heads, D=value, DP=_power_of_two(value),
                 STEP=t.step, SPLITS=t.splits, CHUNK=t.chunk, PDL=self._pdl, num_warps=1, **self._launch(),
             )  # fmt: skip

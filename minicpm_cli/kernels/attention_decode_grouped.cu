@@ -2,7 +2,7 @@
 //
 // A warp takes every WARPS-th unit of its block: 16 tokens of one key head. Lane (c, j) = (lane / 4, lane % 4) copies
 // and reads, through its own part of the ring, just what its fragments need, in pieces of 16 bytes: of the keys, tokens
-// c and c + 8, pieces j, j + 4, ..; of the values, tokens 2j, 2j + 1, 2j + 8, 2j + 9, pieces c, c + 8, ... Which element
+// c and c + 8, pieces j, j + 4, ..; of the values, tokens 2j, 2j + 1, 2j + 8, 2j + 9, pieces c, c + 8, .. Which element
 // of a head stands where in a product follows from that: both sides of q k^T are permuted alike, and columns of p v are
 // put back in place when they are sent. The loop has no barrier. At the end block r of the cluster puts together query
 // heads r, r + CLUSTER, .. of the group. 8-bit codes are multiplied as float16, weights with their scales 256 times
