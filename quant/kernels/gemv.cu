@@ -28,6 +28,7 @@ struct Params {
     int least_rows, longer_blocks;  // outputs of a block; the first `longer_blocks` have one more
     int column_warps, row_warps, stages, gate, wide;
     u32 group_inverse;  // 2^32 / group, rounded up: exact up to 65,535 columns
+    u32 mask;           // gemv_float.cu's
     float eps, alpha, threshold;
 };
 

@@ -86,6 +86,7 @@ static float number(unsigned pair, int high) {
 static unsigned product_pair(unsigned a, unsigned b) {
     return pack_pair(number(a, 0) * number(b, 0), number(a, 1) * number(b, 1));
 }
+static unsigned opaque(unsigned v) { return v; }
 static unsigned address(const void *p) { return (const unsigned char *)p - shared; }
 static void request(unsigned to, const unsigned char *from, int bytes) {
     Thread &t = threads[current];

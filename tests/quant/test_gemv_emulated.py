@@ -5,8 +5,7 @@ from __future__ import annotations
 import ctypes
 import shutil
 import subprocess
-from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -23,26 +22,34 @@ EMULATOR = Path(__file__).with_name("gemv_emulator.cpp")
 ROUNDING = {torch.bfloat16: 4e-3, torch.float16: 5e-4}
 # Codes are read as 1024 + code (float16), 128 + code or 2176 + code (bfloat16): the offset cancels in float32.
 CANCELLED = 5e-5
-Emulate = Callable[[Form], ctypes.CDLL]
 
 
-@pytest.fixture(scope="module")
-def emulated(tmp_path_factory: pytest.TempPathFactory) -> Emulate:
+@dataclass
+class Emulator:
+    """The kernel's libraries by form; `revised` says which of the two texts of a product they are made of."""
+
+    compiler: str
+    folder: Path
+    revised: bool
+    libraries: dict[Form, ctypes.CDLL] = field(default_factory=dict)
+
+    def __call__(self, form: Form) -> ctypes.CDLL:
+        if form not in self.libraries:
+            to = self.folder / f"{len(self.libraries)}.so"
+            source = to.with_suffix(".cu")
+            source.write_text(form.source)
+            options = ["-O1", "-std=c++17", "-shared", "-fPIC", "-w", f'-DKERNEL="{source}"', *form.options]
+            subprocess.run([self.compiler, *options, "-o", str(to), str(EMULATOR)], check=True)
+            self.libraries[form] = ctypes.CDLL(str(to))
+        return self.libraries[form]
+
+
+@pytest.fixture(params=[False, True], ids=["float", "revised"], scope="module")
+def emulated(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Emulator:
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("no g++ to compile the emulated kernel")
-    folder, libraries = tmp_path_factory.mktemp("gemv"), dict[Form, ctypes.CDLL]()
-
-    def library(form: Form) -> ctypes.CDLL:
-        if form not in libraries:
-            to, source = folder / f"{len(libraries)}.so", folder / f"{len(libraries)}.cu"
-            source.write_text(form.source)
-            options = ["-O1", "-std=c++17", "-shared", "-fPIC", "-w", f'-DKERNEL="{source}"', *form.options]
-            subprocess.run([compiler, *options, "-o", str(to), str(EMULATOR)], check=True)
-            libraries[form] = ctypes.CDLL(str(to))
-        return libraries[form]
-
-    return library
+    return Emulator(compiler, tmp_path_factory.mktemp("gemv"), bool(request.param))
 
 
 def integers(bits: int, n: int, k: int, group: int, kind: str, scale: torch.dtype = torch.float16) -> DeviceInt:
@@ -93,11 +100,11 @@ def exactly_normed(x: Tensor, norm: Norm) -> Tensor:
 
 
 def check(
-    emulated: Emulate, weight: Tensor | DeviceInt, spread: tuple[int, int, int], rows: int = 1,
+    emulated: Emulator, weight: Tensor | DeviceInt, spread: tuple[int, int, int], rows: int = 1,
     dtype: torch.dtype = torch.bfloat16, depth: int = 2, norm: bool = False, gate: Gate | None = None,
     onto: bool = False, wide: bool = False,
 ) -> None:  # fmt: skip
-    form = replace(form_of(weight, dtype), depth=depth).for_rows(rows)
+    form = replace(form_of(weight, dtype), depth=depth, revised=emulated.revised).for_rows(rows)
     k = weight.shape[1] if isinstance(weight, Tensor) else weight.K
     n = weight.shape[0] if isinstance(weight, Tensor) else weight.N
     x, before = inputs(rows, k, dtype), Norm(inputs(1, k, dtype)[0].abs(), 1e-5) if norm else None
@@ -125,25 +132,25 @@ def check(
     ],
 )
 def test_integers(
-    emulated: Emulate, bits: int, group: int, kind: str, dtype: torch.dtype, scale: torch.dtype
+    emulated: Emulator, bits: int, group: int, kind: str, dtype: torch.dtype, scale: torch.dtype
 ) -> None:  # fmt: skip
     check(emulated, integers(bits, 21, 384, group, kind, scale), (2, 2, 1), dtype=dtype, wide=True)
 
 
 @pytest.mark.parametrize("rows", [1, 4, 5, 8])
 @pytest.mark.parametrize("bits", [4, 8, 16])
-def test_rows_of_x(emulated: Emulate, bits: int, rows: int) -> None:
+def test_rows_of_x(emulated: Emulator, bits: int, rows: int) -> None:
     weight = plain(37, 200) if bits == 16 else integers(bits, 37, 352, 32, "middle")
     check(emulated, weight, (2, 1, 2), rows, norm=True)
 
 
 @pytest.mark.parametrize("gate", [Gate("silu"), Gate("relu", 0.1), None])
 @pytest.mark.parametrize("bits", [4, 16])
-def test_what_is_around(emulated: Emulate, bits: int, gate: Gate | None) -> None:
+def test_what_is_around(emulated: Emulator, bits: int, gate: Gate | None) -> None:
     weight = plain(42, 264) if bits == 16 else integers(bits, 42, 288, 288, "middle")
     check(emulated, weight, (4, 2, 2), 3, gate=gate, onto=True, norm=True)
 
 
 @pytest.mark.parametrize("depth", [1, 2, 5])
-def test_fewer_requests_ahead_than_items(emulated: Emulate, depth: int) -> None:
+def test_fewer_requests_ahead_than_items(emulated: Emulator, depth: int) -> None:
     check(emulated, integers(4, 40, 512, 128, "middle"), (1, 1, 1), 1, depth=depth, wide=True)
