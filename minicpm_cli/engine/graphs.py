@@ -31,7 +31,7 @@ class Draw(Protocol):
 
 
 def padded(count: int, most: int) -> int:
-    """Rows of the step that runs `count` sequences: 1, 2, 4, 8, then in steps of 8 or an eighth of the next power of 2."""
+    """Rows of a step of `count` sequences: 1, 2, 4, 8, then in steps of 8 or an eighth of the next power of 2."""
     if count <= 8:
         size = 1 << (count - 1).bit_length()
     else:
