@@ -60,11 +60,16 @@ def driver_version() -> str | None:
 
 
 def commit() -> str | None:
-    """The short hash of the checkout that this package runs from; None if it is installed from a wheel."""
+    """The short hash of the checkout that this package runs from, with a + for changes that it does not hold.
+
+    None if the package is installed from a wheel.
+    """
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None
-    return _output(["git", "-C", str(root), "rev-parse", "--short", "HEAD"])
+    git = ["git", "-C", str(root)]
+    found = _output([*git, "rev-parse", "--short", "HEAD"])
+    return f"{found}+" if found and _output([*git, "status", "--porcelain"]) else found
 
 
 def _output(command: Sequence[str]) -> str | None:

@@ -56,8 +56,11 @@ class Workload:
         return SamplingParams(temperature=self.temperature, top_p=self.top_p, max_tokens=self.new)
 
     def prompts(self, seed: int, vocab: int, count: int | None = None) -> list[tuple[int, ...]]:
-        """Random token ids: another seed shares no prefix. The first `count` alone, if it is given."""
-        draw = random.Random(seed)
+        """Random token ids: another seed or workload shares no prefix, which the engine would find in its cache.
+
+        The first `count` alone, if it is given.
+        """
+        draw = random.Random(f"{self.name} {seed}")
         return [tuple(draw.choices(range(vocab), k=self.prompt)) for _ in range(min(self.batch, count or self.batch))]
 
     def sized(self, requests: int | None) -> Workload:

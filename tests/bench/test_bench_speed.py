@@ -74,3 +74,8 @@ def test_a_workload_is_the_same_everywhere() -> None:
 def test_the_standard_workloads(name: str, batch: int, prompt: int, new: int) -> None:
     workload = WORKLOADS[name]
     assert (workload.batch, workload.prompt, workload.new) == (batch, prompt, new)
+
+
+def test_no_two_workloads_share_the_beginning_of_a_prompt() -> None:
+    first = {workload.prompts(3, 50_000, 1)[0][:16] for workload in WORKLOADS.values()}
+    assert len(first) == len(WORKLOADS)
