@@ -33,7 +33,8 @@ class LoadOptions:
     """How a model is loaded. None leaves the choice to the memory plan, or means "do not".
 
     `ctx` tokens, `max_seqs` sequences at once, `max_batch_tokens` tokens a step;
-    `memory_fraction` of the memory that is free.
+    `memory_fraction` of the memory that is free. Up to `lookup` tokens that repeat what was said are verified in a
+    step; None: where that is known to pay.
     """
 
     model: str = DEFAULT_MODEL
@@ -50,6 +51,7 @@ class LoadOptions:
     chat_template: str = "auto"
     lora: str | None = None
     max_batch_tokens: int | None = None
+    lookup: int | None = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,6 +247,7 @@ def _entries() -> Iterator[_Entry]:
         "chat_template": checks.template,
         "lora": checks.directory,
         "max_batch_tokens": whole,
+        "lookup": checks.whole(0, 32),
     }
     for name, check in load.items():
         yield _Entry(name, check, lambda name=name: getattr(base, name))  # type: ignore[misc]

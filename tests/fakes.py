@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from minicpm_cli.errors import ContextOverflow, MinicpmError
-from minicpm_cli.llm.info import LLMInfo
+from minicpm_cli.llm.info import LLMInfo, Speculated
 from minicpm_cli.types import Event, FinishReason, Message, Request, SamplingParams, Timings, Usage
 
 _WORD = re.compile(r"\s*\S+|\s+")
@@ -55,6 +55,7 @@ class FakeLLM:
     seen: list[Request] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     closed: bool = False
+    speculated: Speculated = field(default_factory=Speculated)
 
     @property
     def info(self) -> LLMInfo:

@@ -74,7 +74,8 @@ class Subject:
         cache = [f"{self.options.kv_dtype} KV"] if self.options.kv_dtype != "auto" else []
         seats = [f"{self.options.max_seqs} seats"] if self.options.max_seqs else []
         eager = [] if self.options.graphs else ["no graphs"]
-        return ", ".join([self.checkpoint.scheme(dtype_name(self.dtype)), *cache, *seats, *eager])
+        lookup = [f"lookup {self.options.lookup}"] if self.options.lookup else []
+        return ", ".join([self.checkpoint.scheme(dtype_name(self.dtype)), *cache, *seats, *eager, *lookup])
 
     def setting(self) -> Setting:
         return machine.setting_for(self.device, self.name, self.scheme)

@@ -140,6 +140,12 @@ def _stats(chat: Chat, argument: str) -> None:
     chat.terminal.line(
         f"all replies: {total.prompt_tokens} tokens in ({total.cached_tokens} cached), {total.completion_tokens} out"
     )
+    looked_up = chat.llm.speculated
+    if looked_up.drafts:
+        chat.terminal.line(
+            f"lookup: {looked_up.accepted} of {looked_up.proposed} expected tokens came, "
+            f"{looked_up.mean_accepted:.1f} more a step"
+        )
     chat.terminal.line(f"context: {chat.room()} of {info.context} tokens left")
     chat.terminal.line(
         f"memory: {info.weight_bytes / 1e9:.2f} GB weights ({info.scheme}), {info.cache_bytes / 1e9:.2f} GB cache "

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from minicpm_cli.cli.options import LOAD, LOGPROBS, MODEL, OUTPUT, SAMPLING, Flags, examples, takes
+from minicpm_cli.cli.options import LOAD, LOGPROBS, LOOKUP, MODEL, OUTPUT, SAMPLING, Flags, examples, takes
 from minicpm_cli.cli.runtime import Invocation
 from minicpm_cli.settings import Settings
 
@@ -27,7 +27,7 @@ def register(app: typer.Typer) -> None:
     app.command("batch", epilog=_EXAMPLES)(batch)
 
 
-@takes(MODEL, LOAD, SAMPLING, LOGPROBS, OUTPUT)
+@takes(MODEL, LOAD, LOOKUP, SAMPLING, LOGPROBS, OUTPUT)
 def batch(
     context: typer.Context,
     source: Annotated[str, typer.Argument(metavar="IN", help="JSON lines, one request each; - is stdin.")],

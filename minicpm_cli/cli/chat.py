@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, cast
 
 import typer
@@ -11,10 +12,10 @@ from minicpm_cli.chat.chat import Chat, Overflow
 from minicpm_cli.chat.conversation import Conversation
 from minicpm_cli.chat.lines import Lines, PipedLines, TypedLines
 from minicpm_cli.chat.sessions import Sessions
-from minicpm_cli.cli.options import LOAD, MODEL, OUTPUT, SAMPLING, Flags, examples, takes
+from minicpm_cli.cli.options import LOAD, LOOKUP, MODEL, OUTPUT, SAMPLING, Flags, examples, takes
 from minicpm_cli.cli.runtime import Invocation, stdin_bytes
 from minicpm_cli.errors import UsageError
-from minicpm_cli.settings import Settings
+from minicpm_cli.settings import DEFAULT, Settings
 
 _OVERFLOWS = ("stop", "drop-oldest")
 _EXAMPLES = examples(
@@ -30,7 +31,7 @@ def register(app: typer.Typer) -> None:
     app.command("chat", epilog=_EXAMPLES)(chat)
 
 
-@takes(MODEL, LOAD, SAMPLING, OUTPUT)
+@takes(MODEL, LOAD, LOOKUP, SAMPLING, OUTPUT)
 def chat(
     context: typer.Context,
     *,
@@ -46,7 +47,7 @@ def chat(
 ) -> int:
     """Chat in the terminal; /help there lists the commands. Each line of a piped stdin is a turn."""
     invocation: Invocation = context.obj
-    settings = invocation.configure(flags)
+    settings = _with_lookup(invocation.configure(flags))
     if overflow not in _OVERFLOWS:
         raise UsageError(f"--overflow is {overflow!r}; it must be one of {', '.join(_OVERFLOWS)}")
     if go_on and session is not None:
@@ -63,6 +64,13 @@ def chat(
         if lines.typed:
             _greet(one, talk)
         return repl.run(one, lines)
+
+
+def _with_lookup(settings: Settings) -> Settings:
+    """Conversations quote themselves: unless the user says otherwise, what repeats is looked up where that pays."""
+    if settings.origin("lookup") != DEFAULT:
+        return settings
+    return replace(settings, options=replace(settings.options, lookup=None))
 
 
 def _lines(invocation: Invocation, settings: Settings, sessions: Sessions) -> Lines:

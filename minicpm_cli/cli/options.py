@@ -53,6 +53,15 @@ PACKING = (
     ),
 )
 LOAD = (*PLACE, *PACKING)
+LOOKUP = (
+    _option(
+        "lookup",
+        int,
+        "Verify up to N tokens that repeat what was said in one step; the answer stays the same. 0: off.",
+        "--lookup",
+        metavar="N",
+    ),
+)
 SAMPLING = (
     _option("temperature", float, "0 always takes the likeliest token.", "-t", "--temperature", metavar="T"),
     _option("top_p", float, "Likeliest tokens of this total probability; 0: one.", "--top-p", metavar="P"),

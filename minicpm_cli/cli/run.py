@@ -18,7 +18,7 @@ from minicpm_cli.chat.reply import Reply
 from minicpm_cli.chat.sessions import Sessions
 from minicpm_cli.chat.terminal import Terminal
 from minicpm_cli.chat.view import PlainView
-from minicpm_cli.cli.options import LOAD, LOGPROBS, MODEL, OUTPUT, SAMPLING, Flags, examples, takes
+from minicpm_cli.cli.options import LOAD, LOGPROBS, LOOKUP, MODEL, OUTPUT, SAMPLING, Flags, examples, takes
 from minicpm_cli.cli.runtime import Invocation, stdin_bytes
 from minicpm_cli.errors import UsageError
 from minicpm_cli.llm.info import LanguageModel
@@ -48,7 +48,7 @@ def register(app: typer.Typer) -> None:
     app.command("run", epilog=_EXAMPLES)(run)
 
 
-@takes(MODEL, LOAD, SAMPLING, LOGPROBS, OUTPUT)
+@takes(MODEL, LOAD, LOOKUP, SAMPLING, LOGPROBS, OUTPUT)
 def run(
     context: typer.Context,
     prompt: Annotated[

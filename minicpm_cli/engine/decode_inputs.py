@@ -11,7 +11,7 @@ from torch import Tensor
 from minicpm_cli.engine.inputs import ROW, Arrays, Kind, Layout, Shape, fill_draws
 from minicpm_cli.engine.pages import DUMMY
 from minicpm_cli.engine.penalties import Penalties
-from minicpm_cli.engine.scheduler import Chunk, Plan
+from minicpm_cli.engine.plan import Chunk, Plan
 from minicpm_cli.engine.sequence import Sequence
 
 
@@ -93,11 +93,11 @@ class DecodeHost:
     def _fill_ids(self, host: Arrays, chunks: list[Chunk], first: int) -> None:
         """Tokens in flight come from the row that draws them, others from `ids`."""
         used, source = len(chunks), host["source"]
-        source[:used] = [seq.row if start == len(seq.tokens) else -1 for seq, start, _, _ in chunks]
+        source[:used] = [seq.row if start == len(seq.tokens) and not seq.draft else -1 for seq, start, _, _ in chunks]
         source[used:] = -1
         known = (source < 0).nonzero()[0]
         if len(known):
-            host["ids"][known] = [chunks[row].seq.tokens[-1] if row < used else 0 for row in known]
+            host["ids"][known] = [chunks[row].seq.fed(chunks[row].start) if row < used else 0 for row in known]
             source[known] = first + known
 
     def _fill_slots(self, host: Arrays, starts: list[int]) -> None:

@@ -14,9 +14,11 @@ import torch
 
 from minicpm_cli.engine.graphs import Draw
 from minicpm_cli.engine.memory_ledger import Phase
+from minicpm_cli.engine.plan import Plan
 from minicpm_cli.engine.runner import Flight, Model, Runner
-from minicpm_cli.engine.scheduler import Plan, Scheduler
+from minicpm_cli.engine.scheduler import Scheduler
 from minicpm_cli.engine.sequence import EngineConfig, EngineRequest, TokenEvent
+from minicpm_cli.engine.speculation import Price
 from minicpm_cli.engine.stats import Stats
 from minicpm_cli.errors import OutOfMemory
 
@@ -49,7 +51,14 @@ class Engine:
     ) -> None:
         self.config, self.stats, self._clock = config, Stats(), clock
         self.runner = Runner(decoder, kv, config, draw)
-        self.scheduler = Scheduler(config, decoder.cfg.vocab, self.stats, clock, host_draws=self.runner.host_draws)
+        self.scheduler = Scheduler(
+            config,
+            decoder.cfg.vocab,
+            self.stats,
+            clock,
+            host_draws=self.runner.host_draws,
+            price=Price.on(decoder.device.type),
+        )
         self.memory: Memory | None = None
         self._lag = decoder.device.type != "cpu" if config.lag is None else config.lag
         self._flight: Flight | None = None
@@ -94,7 +103,7 @@ class Engine:
 
     def _step(self) -> list[TokenEvent]:
         """Plans and launches a step, then commits the one before it; or this one too, if nothing may lag."""
-        started, waited = self._clock(), self.stats.wait_seconds
+        started, waited, lags = self._clock(), self.stats.wait_seconds, self._flight is not None
         plan = self.scheduler.plan()
         if not plan.chunks:
             return self._land() if self._flight else self._pause()
@@ -108,8 +117,10 @@ class Engine:
         self._flight = flight
         if not self._may_lag():
             events += self._land()
-        waited = self.stats.wait_seconds - waited
-        self.stats.note_step(plan.tokens, self._clock() - started - waited)
+        waited, seconds = self.stats.wait_seconds - waited, self._clock() - started
+        self.stats.note_step(plan.tokens, seconds - waited)
+        if lags or self._flight is None:
+            self.scheduler.timed(plan, seconds)
         return events
 
     def _phase(self, plan: Plan) -> Phase:
@@ -123,9 +134,12 @@ class Engine:
     def _may_lag(self) -> bool:
         """Whether the next step may be launched before the one in flight is known.
 
-        Not if a request needs the host between its steps, nor if a capture would keep the tokens in flight waiting.
+        Not if a request needs the host between its steps, nor if a capture would keep the tokens in flight waiting, nor
+        if what comes after these may be foreseen.
         """
-        return self._lag and not self.scheduler.hosted and self.runner.ready(self.scheduler.running)
+        if not self._lag or self.scheduler.hosted or self.scheduler.speculates:
+            return False
+        return self.runner.ready(self.scheduler.running)
 
     def _land(self) -> list[TokenEvent]:
         """Waits for the step in flight, and takes in what it drew."""
@@ -163,10 +177,10 @@ class Engine:
             raise error
         if self.runner.device.type == "cuda":
             torch.cuda.empty_cache()
-        seqs = [chunk.seq for chunk in plan.chunks if not chunk.seq.finished]
+        seqs = [seq for seq in dict.fromkeys(chunk.seq for chunk in plan.chunks) if not seq.finished]
         advice = "Lower --max-seqs, --ctx or --memory-fraction, or close other programs that use the device."
         if self.memory is not None:
-            advice = self.memory.advice(plan.tokens, len(plan.chunks))
+            advice = self.memory.advice(plan.tokens, len(seqs))
         reason = OutOfMemory(f"out of memory in a step of {plan.tokens} tokens for {len(seqs)} requests. {advice}")
         reason.__cause__ = error.with_traceback(None)
         return self.scheduler.fail(seqs, reason)

@@ -12,7 +12,7 @@ from torch import Tensor
 from minicpm_cli.engine.decode_inputs import DecodeLayout
 from minicpm_cli.engine.inputs import DrawState, Kind, Tensors, penalty_state
 from minicpm_cli.engine.penalties import Penalties, PenaltyState
-from minicpm_cli.engine.scheduler import Plan
+from minicpm_cli.engine.plan import Plan
 from minicpm_cli.kernels.batch import ForwardBatch
 
 Forward = Callable[[ForwardBatch, Any], Tensor]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from minicpm_cli.engine.pages import DUMMY
 from minicpm_cli.engine.penalties import Penalties, PenaltyState, rates
-from minicpm_cli.engine.scheduler import Chunk, Plan
+from minicpm_cli.engine.plan import Chunk, Plan
 from minicpm_cli.engine.sequence import Sequence
 from minicpm_cli.kernels.batch import ForwardBatch
 
@@ -136,7 +136,7 @@ class StepInputs:
 
 def build(plan: Plan, page_size: int, *, pinned: bool = False, penalties: Penalties | None = None) -> StepInputs:
     """T tokens of B sequences, S of them sampled; how they are drawn only if the device does it, with `penalties`."""
-    chunks, seqs = plan.chunks, plan.sampled
+    chunks, seqs = plan.joined(), plan.sampled
     counts = np.array([chunk.size for chunk in chunks], np.int64)
     starts = np.array([chunk.start for chunk in chunks], np.int64)
     flying = [i for i, chunk in enumerate(chunks) if chunk.start == len(chunk.seq.tokens)]
@@ -148,7 +148,7 @@ def build(plan: Plan, page_size: int, *, pinned: bool = False, penalties: Penalt
     q_start[0] = 0
     np.cumsum(counts, out=q_start[1:])
     host["kv_len"][:] = ends = starts + counts
-    host["last"][:] = q_start[1:][[chunk.sample for chunk in chunks]] - 1
+    host["last"][:] = np.arange(T) if plan.extra else q_start[1:][[chunk.sample for chunk in chunks]] - 1
     if flying:
         host["flying"][:], host["row"][:] = q_start[flying], [chunks[i].seq.row for i in flying]
     _fill_table(host["page_table"], chunks)
@@ -201,7 +201,9 @@ def _fill_ids(ids: NDArray[np.int64], chunks: list[Chunk]) -> None:  # [T]
     at = 0
     for seq, start, count, _ in chunks:
         if count == 1:
-            ids[at] = seq.tokens[start] if start < len(seq.tokens) else 0
+            ids[at] = seq.fed(start)
+        elif seq.draft:
+            ids[at : at + count] = [seq.fed(place) for place in range(start, start + count)]
         else:
             ids[at : at + count] = np.frombuffer(seq.tokens, np.int32, count, start * 4)
         at += count

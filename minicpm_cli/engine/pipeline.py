@@ -15,8 +15,8 @@ from minicpm_cli.engine.decode_inputs import DecodeHost, DecodeLayout
 from minicpm_cli.engine.graphs import Capture, DecodeSteps, DeviceDraw, Work, padded
 from minicpm_cli.engine.inputs import kind_of
 from minicpm_cli.engine.penalties import Penalties
+from minicpm_cli.engine.plan import Chunk, Plan
 from minicpm_cli.engine.prefills import PrefillSteps
-from minicpm_cli.engine.scheduler import Chunk, Plan
 from minicpm_cli.engine.sequence import Drawn, EngineConfig, Sequence
 from minicpm_cli.kernels.batch import ForwardBatch
 
@@ -92,7 +92,7 @@ class Pipeline:
     ) -> None:
         self.config, self.device, self._run, self._told, self.draw = config, device, run, told, draw
         columns = -(-config.limit // config.page_size)
-        layout, self.pinned = DecodeLayout(config.max_seqs, columns), device.type == "cuda"
+        layout, self.pinned = DecodeLayout(config.rows, columns), device.type == "cuda"
         self.steps = DecodeSteps(layout, config.page_size, device, run, draw, capture)
         self.prefills = PrefillSteps(columns, config.page_size, device, run, draw, capture)
         self.submit: Submit = submit_cuda if self.pinned else submit_now
@@ -101,7 +101,7 @@ class Pipeline:
 
     def ready(self, seqs: list[Sequence]) -> bool:
         """Whether a decode step of these is launched at once; else it is captured first."""
-        return self.steps.ready(padded(len(seqs), self.config.max_seqs), kind_of(seqs))
+        return self.steps.ready(padded(len(seqs), self.config.rows), kind_of(seqs))
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> DeviceFlight:
@@ -126,7 +126,7 @@ class Pipeline:
         """Of a decode step that the host draws from. Nothing may be in flight."""
         slot = self._slots[self._turn]
         slot.mark.synchronize()
-        count = padded(len(plan.chunks), self.config.max_seqs)
+        count = padded(len(plan.chunks), self.config.rows)
         self.steps.launch(slot.inputs.fill(plan, count, "hosted"), plan, count, "hosted")
         slot.mark = self.submit(lambda: None)
         return self.steps.logits[count][: len(plan.chunks)]
@@ -160,7 +160,7 @@ class Pipeline:
         return work
 
     def _decode(self, plan: Plan, slot: Slot) -> Work:
-        count, kind = padded(len(plan.chunks), self.config.max_seqs), kind_of(plan.sampled)
+        count, kind = padded(len(plan.chunks), self.config.rows), kind_of(plan.sampled)
         sent = slot.inputs.fill(plan, count, kind)
         return lambda: self.steps.launch(sent, plan, count, kind)
 

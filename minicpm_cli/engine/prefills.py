@@ -15,7 +15,7 @@ from torch import Tensor
 from minicpm_cli.engine.graphs import Capture, DeviceDraw, Work
 from minicpm_cli.engine.inputs import Kind, StepInputs, fill_draws, kind_of, step_layout
 from minicpm_cli.engine.pages import DUMMY
-from minicpm_cli.engine.scheduler import Chunk
+from minicpm_cli.engine.plan import Chunk
 from minicpm_cli.kernels.batch import ForwardBatch
 
 SIZES = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)  # tokens; with more the device takes longer than the host

@@ -16,8 +16,8 @@ from minicpm_cli.engine import inputs
 from minicpm_cli.engine.graphs import CudaCapture, DeviceDraw, Draw
 from minicpm_cli.engine.penalties import Penalties
 from minicpm_cli.engine.pipeline import Pipeline
+from minicpm_cli.engine.plan import Plan
 from minicpm_cli.engine.sampler import Rows, sample, settle
-from minicpm_cli.engine.scheduler import Plan
 from minicpm_cli.engine.sequence import Drawn, EngineConfig, Sequence
 from minicpm_cli.errors import MinicpmError, RequestError
 from minicpm_cli.kernels.batch import ForwardBatch
@@ -130,7 +130,7 @@ class Runner:
         rows = Rows.of(
             [seq.request.params for seq in seqs],
             [seq.request.seed for seq in seqs],
-            [seq.generated for seq in seqs],
+            [start + size - seq.prompt_length for seq, start, size, sampled in plan.chunks if sampled],
             self.device,
         )
         scores = self.penalties.apply(logits, seqs)
@@ -161,7 +161,7 @@ class Runner:
 def _kernel_draws(config: EngineConfig, model: Model) -> Draw:
     from minicpm_cli.kernels.sampling import Draws  # triton: only where a GPU is
 
-    return Draws(config.max_seqs, model.cfg.vocab, model.device)
+    return Draws(config.rows, model.cfg.vocab, model.device)
 
 
 def _capturable(model: Model) -> bool:

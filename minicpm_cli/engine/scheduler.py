@@ -11,34 +11,14 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
-from typing import NamedTuple
 
 from minicpm_cli.engine.pages import ROOT, PagePool
-from minicpm_cli.engine.sequence import Drawn, EngineConfig, EngineRequest, Sequence, TokenEvent
+from minicpm_cli.engine.plan import Chunk, Plan
+from minicpm_cli.engine.sequence import SPECULATING, Drawn, EngineConfig, EngineRequest, Sequence, TokenEvent
+from minicpm_cli.engine.speculation import Price, Speculation, verified
 from minicpm_cli.engine.stats import Stats
 from minicpm_cli.errors import ContextOverflow, RequestError
 from minicpm_cli.types import FinishReason
-
-
-class Chunk(NamedTuple):
-    """Tokens start..start+size of a sequence; it is sampled when they are its last ones."""
-
-    seq: Sequence
-    start: int
-    size: int
-    sample: bool
-
-
-class Plan:
-    """`sampled` are the sequences that a next token is drawn for. The first `decoding` chunks are one token of each."""
-
-    def __init__(self, chunks: list[Chunk]) -> None:
-        self.chunks = chunks
-        self.sampled = [chunk.seq for chunk in chunks if chunk.sample]
-        self.tokens = sum([chunk.size for chunk in chunks])
-        self.decodes = self.tokens == len(chunks) == len(self.sampled)
-        self.decoding = next((i for i, chunk in enumerate(chunks) if chunk.size > 1 or not chunk.sample), len(chunks))
-        self.hosted = any(chunk.seq.hosted for chunk in chunks)
 
 
 class Scheduler:
@@ -55,8 +35,10 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
         *,
         host_draws: bool = False,
+        price: Price | None = None,
     ) -> None:
         self.host_draws = host_draws
+        self.speculation = Speculation(config, price or Price.on("cpu"), stats) if config.lookup else None
         self.config, self.vocab, self.stats, self.clock = config, vocab, stats, clock
         self.pool = PagePool(config.pages, config.page_size, config.prefix_cache)
         self.running: list[Sequence] = []
@@ -67,6 +49,11 @@ class Scheduler:
     def hosted(self) -> bool:
         """Whether any request's next step depends on what the host makes of its last token."""
         return any(seq.hosted for seq in self.running) or any(seq.hosted for seq in self.waiting)
+
+    @property
+    def speculates(self) -> bool:
+        """Whether the next step's rows depend on what the one in flight draws."""
+        return self.speculation is not None and self.speculation.pays(self.running)
 
     @property
     def live(self) -> int:
@@ -91,16 +78,20 @@ class Scheduler:
                 budget = self._chunk(seq, chunks, budget)
         if preemptions == self.stats.preemptions:
             self._admit(chunks, budget)
+        plan = self._drafted(chunks)
         self.stats.note_pages(self.pool.usable, self.pool.held, self.pool.idle)
-        return Plan(chunks)
+        return plan
 
     def commit(self, plan: Plan, draws: Collection[Drawn]) -> list[TokenEvent]:
         """The step is computed: its tokens are in the cache, `draws` are those of `plan.sampled`, in order.
 
         Meanwhile a sequence may have ended, or lost its pages to another; the token drawn for it is then no less true.
         """
+        chunks = plan.chunks
+        if plan.extra:
+            chunks, draws = verified(chunks, draws)
         now, events, rows, size = self.clock(), [], iter(draws), self.config.page_size
-        for seq, start, count, sample in plan.chunks:
+        for seq, start, count, sample in chunks:
             drawn = next(rows) if sample else None
             if seq.finished:
                 continue
@@ -113,7 +104,14 @@ class Scheduler:
                     self._seal(seq)
             if drawn is not None:
                 events.append(self._append(seq, drawn, now))
+        if plan.extra and self.speculation:
+            self.speculation.settle(plan)
         return events
+
+    def timed(self, plan: Plan, seconds: float) -> None:
+        """How long a step took, from its launch to its tokens."""
+        if self.speculation and plan.decodes:
+            self.speculation.price.timed(len(plan.chunks) - plan.extra, plan.extra, seconds)
 
     def fail(self, sequences: Iterable[Sequence], error: Exception) -> list[TokenEvent]:
         now = self.clock()
@@ -158,6 +156,17 @@ class Scheduler:
                 seq.planned, seq.length = start + 1, start + 2
                 budget -= 1
         return budget
+
+    def _drafted(self, chunks: list[Chunk]) -> Plan:
+        """The step of these chunks; if all of them decode, with rows for what is expected to follow."""
+        if self.speculation is None or not 0 < len(chunks) <= SPECULATING:
+            return Plan(chunks)
+        if not all(size == 1 and sample and start + 1 == len(seq.tokens) for seq, start, size, sample in chunks):
+            return Plan(chunks)
+        seqs = [chunk.seq for chunk in chunks]
+        extra = self.speculation.draft(seqs, self.pool)
+        rows = [Chunk(seq, start + i, 1, True) for seq, start, _, _ in chunks for i in range(1 + len(seq.draft))]
+        return Plan(rows, extra)
 
     def _has_page(self, seq: Sequence) -> bool:
         """A page for the next token, at the cost of the newest sequences. False: it was itself the newest."""

@@ -6,7 +6,10 @@ from array import array
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from minicpm_cli.engine.lookup import Lookup
 from minicpm_cli.types import FinishReason, Logprob, SamplingParams, Timings, TokenMask, TokenSink, Usage
+
+SPECULATING = 4  # sequences at once; with more the weights are used well without
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,7 +17,8 @@ class EngineConfig:
     """Sizes of an engine. `pages` includes the dummy; a step computes at most `max_batch_tokens` tokens.
 
     With `lag` a step is planned and launched before the tokens of the one before are known to the host; None: wherever
-    the device is not the CPU. `graphs` captures the decode steps of a GPU.
+    the device is not the CPU. `graphs` captures the decode steps of a GPU. Up to `lookup` tokens that a sequence is
+    expected to repeat are verified in a step.
     """
 
     pages: int
@@ -25,10 +29,16 @@ class EngineConfig:
     prefix_cache: bool = True
     graphs: bool = True
     lag: bool | None = None
+    lookup: int = 0
 
     def __post_init__(self) -> None:
         if min(self.max_seqs, self.max_batch_tokens, self.context, self.page_size) < 1 or self.pages < 2:
             raise ValueError(f"an engine needs at least one seat, token, position and usable page: {self}")
+
+    @property
+    def rows(self) -> int:
+        """The most rows of decoding sequences and their drafts in a step."""
+        return max(self.max_seqs, min(self.max_seqs, SPECULATING) * (1 + self.lookup))
 
     @property
     def limit(self) -> int:
@@ -79,7 +89,8 @@ class Sequence:
     `length` also counts the tokens in flight: drawn by a step that was launched, not yet known here. The steps launched
     compute the first `planned` of them. The first `sealed` pages are in the prefix cache. `run` is the first page while
     all pages are consecutive, else -1; `version` counts the changes of `pages`. `row` is where the last step that was
-    launched draws the next token. A `hosted` request needs the host between its steps.
+    launched draws the next token. A `hosted` request needs the host between its steps. `draft` is what a step in flight
+    takes to follow `tokens`; what it drew says how far that is right.
     """
 
     request: EngineRequest
@@ -92,6 +103,9 @@ class Sequence:
     penalised: bool = field(init=False)
     hosted: bool = field(init=False)
     greedy: bool = field(init=False)
+    foreseeable: bool = field(init=False)
+    lookup: Lookup | None = None
+    draft: array[int] = field(default_factory=lambda: array("i"))
     pages: array[int] = field(default_factory=lambda: array("i"))
     run: int = -1
     version: int = 0
@@ -113,6 +127,7 @@ class Sequence:
         self.penalised = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
         self.greedy = params.temperature == 0 or params.top_k == 1 or params.top_p == 0
         self.hosted = params.logprobs is not None or self.request.mask is not None
+        self.foreseeable = not self.hosted and not self.penalised
 
     @property
     def remaining(self) -> int:
@@ -122,6 +137,13 @@ class Sequence:
     @property
     def generated(self) -> int:
         return len(self.tokens) - self.prompt_length
+
+    def fed(self, place: int) -> int:
+        """The token that a step is given at a place; 0: one in flight, which the device knows."""
+        known = len(self.tokens)
+        if place < known:
+            return self.tokens[place]
+        return self.draft[place - known] if self.draft else 0
 
     def add_pages(self, pages: list[int]) -> None:
         self.version += 1

@@ -23,6 +23,9 @@ class Stats:
     cached_tokens: int = 0  # of those, found in the prefix cache
     generated_tokens: int = 0
     preemptions: int = 0
+    drafts: int = 0  # steps of a sequence in which expected tokens were verified
+    proposed_tokens: int = 0
+    accepted_tokens: int = 0  # of those, the ones that came
     first_tokens: int = 0
     first_token_seconds: float = 0.0
     decode_tokens: int = 0  # after a request's first one
@@ -44,6 +47,11 @@ class Stats:
     def mean_seconds_per_token(self) -> float:
         """From one token of a request to its next one."""
         return self.decode_seconds / self.decode_tokens if self.decode_tokens else 0.0
+
+    @property
+    def mean_accepted_tokens(self) -> float:
+        """Of a draft; the token drawn after them comes on top."""
+        return self.accepted_tokens / self.drafts if self.drafts else 0.0
 
     def note_step(self, tokens: int, seconds: float) -> None:
         self.steps += 1

@@ -9,6 +9,10 @@ from torch.nn import functional
 from minicpm_cli.kernels.batch import ForwardBatch
 from minicpm_cli.kernels.cache import LayerCache, encode
 
+# So few new tokens of a sequence attend one by one, as in decode steps: the rows that verify expected tokens then give
+# what steps of one row give, bit by bit. For demo, 5 rows after 512 tokens take 21 ms instead of 17, 8 rows 26 for 18.
+ALIKE = 16
+
 
 def embed(ids: Tensor, table: Tensor, scale: float) -> Tensor:  # [T] int64, [V, H] -> [T, H]
     rows = functional.embedding(ids, table)
@@ -112,13 +116,18 @@ def _decode(q: Tensor, cache: LayerCache, batch: ForwardBatch, scale: float, cou
     """One new token a sequence. The query heads that share a key head are rows of one product."""
     longest = max(batch.kv_lens[:count])
     keys, values = _keys_and_values(cache, batch, 0, count, longest, q.dtype)
-    grouped = q.view(count, cache.k.shape[2], -1, q.shape[2])  # [B, Hkv, G, Dk]
     mask = None
     if min(batch.kv_lens[:count]) < longest:
         columns = torch.arange(longest, device=q.device)
         mask = (columns < batch.kv_len[:count, None])[:, None, None]
+    return _single(q, keys, values, scale, mask)
+
+
+def _single(q: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | None = None) -> Tensor:
+    """[B, Hq, Dk] over [B, Hkv, L, Dk] and [B, Hkv, L, Dv]."""
+    grouped = q.view(len(q), keys.shape[1], -1, q.shape[2])  # [B, Hkv, G, Dk]
     out = functional.scaled_dot_product_attention(grouped, keys, values, mask, scale=scale)
-    return out.reshape(count, q.shape[1], cache.v.shape[3])
+    return out.reshape(len(q), q.shape[1], values.shape[3])
 
 
 def _keys_and_values(
@@ -147,6 +156,11 @@ def _prefill(q: Tensor, cache: LayerCache, batch: ForwardBatch, scale: float, se
     """Several new tokens of one sequence, after the ones that its pages already hold."""
     new, length = len(q), batch.kv_lens[sequence]
     keys, values = _keys_and_values(cache, batch, sequence, 1, length, q.dtype)
+    if new <= ALIKE:
+        lengths = range(length - new + 1, length + 1)
+        return torch.cat(
+            [_single(q[i : i + 1], keys[:, :, :n], values[:, :, :n], scale) for i, n in enumerate(lengths)]
+        )
     mask = None
     if new < length:
         mask = torch.ones(new, length, dtype=torch.bool, device=q.device).tril(length - new)

@@ -35,6 +35,19 @@ class LLMInfo:
     details: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Speculated:
+    """Tokens that were expected to repeat what was said, in so many steps, and those of them that came."""
+
+    drafts: int = 0
+    proposed: int = 0
+    accepted: int = 0
+
+    @property
+    def mean_accepted(self) -> float:
+        return self.accepted / self.drafts if self.drafts else 0.0
+
+
 class Prompts(Protocol):
     """What turns a request into the tokens that the model reads; it needs no weights."""
 
@@ -55,6 +68,11 @@ class LanguageModel(Prompts, Protocol):
 
     @property
     def info(self) -> LLMInfo: ...
+
+    @property
+    def speculated(self) -> Speculated:
+        """Of all requests so far."""
+        ...
 
     def stream(self, requests: Iterable[Request | None]) -> Generator[Event]:
         """Events of all requests, each request's in order. Closing the generator aborts what is still running.

@@ -19,7 +19,7 @@ from minicpm_cli.errors import MinicpmError
 from minicpm_cli.hub.files import ModelFiles
 from minicpm_cli.llm.checkpoint import KERNELS
 from minicpm_cli.llm.device import choose_device, choose_dtype, dtype_name
-from minicpm_cli.llm.info import LLMInfo
+from minicpm_cli.llm.info import LLMInfo, Speculated
 from minicpm_cli.llm.opening import Opened, open_engine, plan_engine, refuse_later
 from minicpm_cli.llm.prompter import Prompter
 from minicpm_cli.llm.watch import Watch
@@ -72,6 +72,11 @@ class LLM:
         notes = _notes(options, checkpoint.cfg, trained, device)
         scheme = KVFormat.of(options.kv_dtype, dtype_name(dtype)).beside(info.scheme)
         return cls(prompter, opened.engine, replace(info, scheme=scheme, notes=notes), opened.watch)
+
+    @property
+    def speculated(self) -> Speculated:
+        stats = self._engine.stats
+        return Speculated(stats.drafts, stats.proposed_tokens, stats.accepted_tokens)
 
     def prompt(self, request: Request) -> list[int]:
         return self._prompter.prompt(request)

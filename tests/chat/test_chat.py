@@ -18,6 +18,7 @@ from minicpm_cli.chat.lines import PipedLines
 from minicpm_cli.chat.sessions import Sessions
 from minicpm_cli.chat.terminal import Terminal, neutral
 from minicpm_cli.errors import ContextOverflow, FileError, RequestError, UsageError
+from minicpm_cli.llm.info import Speculated
 from minicpm_cli.types import Event, Message, Request
 
 Make = Callable[..., Chat]
@@ -315,7 +316,12 @@ def test_stats_think_template_and_prompt(make: Make) -> None:
     chat = make()
     chat.say("one")
     commands.run(chat, "/stats")
-    assert "context: 4090 of 4096 tokens left" in told(chat)
+    shown = told(chat)
+    assert "context: 4090 of 4096 tokens left" in shown
+    assert "lookup" not in shown
+    chat = make(FakeLLM(speculated=Speculated(drafts=4, proposed=20, accepted=9)))
+    commands.run(chat, "/stats")
+    assert "lookup: 9 of 20 expected tokens came, 2.2 more a step" in told(chat)
     commands.run(chat, "/think off")
     assert chat.params.think is False
     commands.run(chat, "/think default")

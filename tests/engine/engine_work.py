@@ -44,6 +44,7 @@ class Work:
     count: int
     hosted: bool = True
     longest: int = 24
+    most: int = 12
     cancels: dict[str, int] = field(default_factory=dict)
 
     def requests(self) -> Iterator[EngineRequest | None]:
@@ -61,7 +62,7 @@ class Work:
             min_p=draw.choice([0.0, 0.1]),
             presence_penalty=draw.choice([0.0, 0.7]) if self.hosted and draw.random() < 0.2 else 0.0,
             logprobs=2 if self.hosted and draw.random() < 0.05 else None,
-            max_tokens=draw.randint(1, 12),
+            max_tokens=draw.randint(1, self.most),
         )
         if draw.random() < 0.15:
             self.cancels[name] = draw.randint(1, 5)

@@ -57,13 +57,12 @@ class FakeDecoder:
         assert len(set(slots)) == len(slots)
         for slot, token, position in zip(slots, ids, positions, strict=True):
             self.cache[slot] = token, position
-        ends = batch.q_start[1:].tolist()
-        rows = [ends.index(row + 1) for row in batch.last.tolist()]
-        logits = [self._logits(batch, row) for row in rows]
+        owners = torch.searchsorted(batch.q_start[1:].long(), batch.last, right=True).tolist()
+        logits = [self._logits(batch, row, positions[at] + 1) for row, at in zip(owners, batch.last, strict=True)]
         return torch.stack(logits) if logits else torch.empty(0, self.vocab)
 
-    def _logits(self, batch: ForwardBatch, row: int) -> Tensor:
-        length, table = int(batch.kv_len[row]), batch.page_table[row].tolist()
+    def _logits(self, batch: ForwardBatch, row: int, length: int) -> Tensor:
+        table = batch.page_table[row].tolist()
         places = [table[i // self.page_size] * self.page_size + i % self.page_size for i in range(length)]
         read = self.cache[places]
         assert read[:, 1].tolist() == list(range(length)), "a key of another position was read"

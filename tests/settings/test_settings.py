@@ -113,6 +113,7 @@ def test_strings_are_read_as_what_they_spell(config: Path, tmp_path: Path) -> No
         ("lora", "/no/such", "a directory that exists"),
         ("threads", "0", "from 1 to 4096"),
         ("seed", "-1", "whole number"),
+        ("lookup", "33", "a whole number from 0 to 32 or auto"),
     ],
 )
 def test_refused_from_every_source(config: Path, name: str, value: str, wanted: str) -> None:

@@ -1,0 +1,239 @@
+"""Steps that verify expected tokens tell what steps without tell, and are taken only where they pay."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from engine_cases import GREEDY, SAMPLED, answers, prompt, request, run_checked
+from engine_work import Odd, Stop, Work, same, told
+from fake_decoder import FakeDecoder, reference
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lagged_cases import WAYS, lagged_engine
+from torch import Tensor
+
+from minicpm_cli.engine.engine import Engine, EngineConfig, EngineRequest
+from minicpm_cli.engine.pages import ROOT, PagePool
+from minicpm_cli.engine.sequence import Sequence
+from minicpm_cli.engine.speculation import Price, Speculation
+from minicpm_cli.engine.stats import Stats
+
+FREE = Price(0.0, 0.0)
+LONG = replace(GREEDY, max_tokens=60)
+
+
+def forgetful(history: list[int], logits: Tensor) -> Tensor:
+    """Most scores depend on the last token alone: answers repeat themselves. Whether they do depends on all tokens."""
+    return reference(history[-1:]) if sum(history) % 29 else logits
+
+
+def engine_of(
+    lookup: int, way: str = "plain", pages: int = 200, price: Price = FREE, **options: Any
+) -> tuple[Engine, FakeDecoder]:
+    options = {"max_seqs": 4, "max_batch_tokens": 64, "context": 400, "lookup": lookup} | options
+    if way == "plain":
+        decoder = FakeDecoder(pages, 4)
+        engine = Engine(decoder, None, EngineConfig(pages=pages, page_size=4, **options))
+    else:
+        engine, decoder = lagged_engine(way, pages, **options)
+    decoder.spoil = forgetful
+    engine._clock = lambda: 0.0  # times of fakes would tell nothing
+    if engine.scheduler.speculation:
+        engine.scheduler.speculation.price = replace(price)
+    return engine, decoder
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    pages=st.integers(32, 80),
+    budget=st.integers(1, 40),
+    seats=st.integers(1, 5),
+    hosted=st.booleans(),
+    lookup=st.integers(1, 10),
+    price=st.sampled_from([FREE, Price(0.0, 0.2), Price(0.8, 0.04)]),
+)
+def test_random_work(seed: int, pages: int, budget: int, seats: int, hosted: bool, lookup: int, price: Price) -> None:
+    sizes = {"max_batch_tokens": budget, "max_seqs": seats, "pages": pages}
+    work = {"hosted": hosted, "longest": 60, "most": 60}
+    want = told(engine_of(0, **sizes)[0], Work(seed, 8, **work))
+    for way in ("plain", "lagged", "queued", "replayed"):
+        engine, decoder = engine_of(lookup, way, price=price, **sizes)
+        assert same(told(engine, Work(seed, 8, **work)), want), way
+        assert decoder.largest_step <= budget
+        assert engine.stats.accepted_tokens <= engine.stats.proposed_tokens
+
+
+@pytest.mark.parametrize("way", ["plain", *WAYS])
+@pytest.mark.parametrize("params", [LONG, replace(SAMPLED, max_tokens=60, temperature=0.1)])
+def test_fewer_steps_the_same_tokens(way: str, params: Any) -> None:
+    engine, decoder = engine_of(8, way)
+    plain, one_by_one = engine_of(0, way)
+    requests = [request("a", [*prompt(20), *prompt(20)], params, seed=3)]
+    assert answers(run_checked(engine, requests)) == answers(run_checked(plain, requests))
+    assert decoder.steps < 0.8 * one_by_one.steps
+    assert decoder.steps == engine.stats.steps
+    stats = engine.stats
+    assert stats.generated_tokens == plain.stats.generated_tokens == one_by_one.steps
+    assert stats.generated_tokens == decoder.steps + stats.accepted_tokens
+    assert stats.mean_accepted_tokens == stats.accepted_tokens / stats.drafts > 1
+
+
+def run_of(engine: Engine, req: EngineRequest) -> list[int]:
+    """How many tokens each step of a request alone brought."""
+    runs, commit = list[int](), engine.scheduler.commit
+
+    def counted(*args: Any) -> Any:
+        events = commit(*args)
+        runs.append(len(events))
+        return events
+
+    engine.scheduler.commit = counted  # type: ignore[method-assign]
+    run_checked(engine, [req])
+    return runs
+
+
+@pytest.mark.parametrize("way", ["plain", "queued"])
+def test_ends_inside_an_accepted_run(way: str) -> None:
+    """By an end token, a stop of the text, or the number of tokens: after every single token of the answer."""
+    start = (*prompt(9), *prompt(9))
+    answer = answers(run_checked(engine_of(0)[0], [request("a", start, LONG)]))["a"]
+    runs = run_of(engine_of(8, way)[0], request("a", start, LONG))
+    assert max(runs) > 4
+    for count in range(1, 40):
+        limit = replace(LONG, max_tokens=count)
+        one, other, _ = (run_checked(engine_of(n, way)[0], [request("a", start, limit)]) for n in (0, 8, 3))
+        assert one[-1].finish == other[-1].finish == "length"
+        stopped = [run_checked(engine_of(n, way)[0], [request("a", start, LONG, sink=Stop(count))]) for n in (0, 8)]
+        for events in (one, other, *stopped):
+            assert [event.token for event in events] == answer[:count]
+        assert stopped[0][-1].finish == stopped[1][-1].finish == "stop"
+    for token in set(answer):
+        req = request("a", start, LONG, eos_ids=frozenset({token}))
+        one, other = (run_checked(engine_of(n, way)[0], [req]) for n in (0, 8))
+        assert [event._replace(timings=None) for event in one] == [event._replace(timings=None) for event in other]
+
+
+def sealed(pool: PagePool) -> set[bytes]:
+    """The beginnings that the prefix cache knows."""
+    pages = dict(pool._keys)
+
+    def path(page: int) -> bytes:
+        parent, tokens = pages[page]
+        return tokens if parent == ROOT else path(parent) + tokens
+
+    return {path(page) for page in pages}
+
+
+@pytest.mark.parametrize("way", ["plain", "queued"])
+@pytest.mark.parametrize("sink", [0, 23])
+def test_only_what_came_is_kept_for_other_requests(way: str, sink: int) -> None:
+    req = request("a", prompt(9), LONG)
+    engines = [engine_of(lookup, way)[0] for lookup in (0, 8)]
+    for engine in engines:
+        run_checked(engine, [replace(req, sink=Stop(sink) if sink else None)])
+    assert engines[1].stats.accepted_tokens > 3
+    assert engines[1].stats.accepted_tokens < engines[1].stats.proposed_tokens
+    assert sealed(engines[0].scheduler.pool) == sealed(engines[1].scheduler.pool)
+
+
+def test_no_other_sequence_loses_its_pages_for_a_draft() -> None:
+    requests = [request(f"r{i}", prompt(5, i), LONG) for i in range(3)]
+    tight = {"pages": 1 + 17 + 5}
+    engine, plain = engine_of(8, **tight)[0], engine_of(0, **tight)[0]
+    assert answers(run_checked(engine, requests)) == answers(run_checked(plain, requests))
+    assert engine.stats.accepted_tokens > 0
+    assert 0 < engine.stats.preemptions <= plain.stats.preemptions + 2
+
+
+def test_not_for_many_nor_for_those_that_the_host_or_penalties_steer() -> None:
+    start = (*prompt(9), *prompt(9))
+    others = (replace(LONG, repetition_penalty=1.1), replace(LONG, logprobs=1))
+    for req in (*(request("a", start, p) for p in others), request("a", start, LONG, mask=Odd())):
+        engine, _ = engine_of(8)
+        run_checked(engine, [req])
+        assert engine.stats.proposed_tokens == 0
+    engine, _ = engine_of(8, max_seqs=5)
+    run_checked(engine, [request(f"r{i}", start, LONG) for i in range(5)])
+    assert engine.stats.proposed_tokens == 0
+
+
+def test_beside_one_that_is_not_looked_up() -> None:
+    requests = [
+        request("a", prompt(9), LONG),
+        request("b", prompt(9, 1), replace(LONG, presence_penalty=0.5)),
+        request("c", prompt(9, 2), replace(LONG, logprobs=1)),
+    ]
+    for way in ("plain", "queued"):
+        engine, plain = engine_of(8, way)[0], engine_of(0, way)[0]
+        assert answers(run_checked(engine, requests)) == answers(run_checked(plain, requests))
+        assert engine.stats.accepted_tokens > 0
+
+
+def test_lag_where_nothing_is_expected() -> None:
+    engine, _ = engine_of(8, "lagged")
+    flights = [engine._flight is not None for _ in engine.generate([request("a", prompt(6), LONG)])]
+    assert flights[0]
+    assert any(flights[1:])
+    assert not all(flights[:-2])
+
+
+def sequence(tokens: list[int], **params: Any) -> Sequence:
+    return Sequence(request("a", tokens, replace(LONG, **params)), 60, 0.0)
+
+
+def speculation(price: Price, lookup: int = 8, budget: int = 64) -> Speculation:
+    config = EngineConfig(pages=50, max_seqs=4, max_batch_tokens=budget, context=100, lookup=lookup)
+    return Speculation(config, price, Stats())
+
+
+def test_as_many_as_pay() -> None:
+    good, new = sequence([1, 2, 3, 4, 5, 6] * 6), sequence(list(range(30)))
+    weak = sequence([1, 2, 50, 1, 2])
+    assert speculation(FREE).counts([good, new, weak]) == [8, 0, 8]
+    assert speculation(FREE, budget=8).counts([good, weak]) == [6, 0]
+    assert speculation(FREE, budget=1).counts([good]) == [0]
+    assert speculation(Price(0, 0.2)).counts([good]) == [5]
+    assert speculation(Price(0, 0.2)).counts([good, weak]) == [4, 0]
+    assert speculation(Price(0, 0.2)).counts([weak]) == [1]
+    assert speculation(Price(0, 0.3)).counts([weak]) == [0]
+    assert speculation(Price(2, 0.04)).counts([good]) == [8]
+    assert speculation(Price(9, 0.04)).counts([good]) == [0]
+    assert speculation(FREE).counts([good] * 5) == [0] * 5
+    assert speculation(FREE).counts([sequence([1, 2] * 9, presence_penalty=1)]) == [0]
+
+
+def test_steps_that_take_longer_than_thought_are_taken_less() -> None:
+    price = Price(0.0, 0.2)
+    for _ in range(50):
+        price.timed(1, 0, 0.010)
+    assert price.plain == pytest.approx(0.010)
+    for _ in range(100):
+        price.timed(1, 4, 0.036)
+    assert price.of(1, 4) == pytest.approx(3.6, rel=0.02)
+    assert price.of(1, 0) == 1
+    price.timed(1, 4, 5.0)
+    assert price.of(1, 4) < 5, "one that waited for something else says little"
+    for _ in range(2000):
+        price.timed(1, 0, 0.010)
+    assert price.of(1, 4) == pytest.approx(1.8, rel=0.05), "it is tried again some time"
+
+
+@pytest.mark.parametrize("slow", [0.5, 1.0, 2.0])
+def test_what_does_not_pay_stops(slow: float) -> None:
+    """On a device whose rows cost up to ten times of what was thought, little is lost."""
+    engine, decoder = engine_of(8, price=Price(0.0, 0.2))
+    now = [0.0]
+    engine._clock = lambda: now[0]
+    decoder.before_step = lambda step: now.__setitem__(0, now[0] + 1)
+    forward = engine.runner.forward.step
+
+    def timed(batch: Any, kv: Any) -> Tensor:
+        now[0] += slow * (len(batch.ids) - 1) if len(batch.ids) < 10 else 0
+        return forward(batch, kv)
+
+    engine.runner.forward.step = timed
+    run_checked(engine, [request("a", prompt(9), replace(LONG, max_tokens=380))])
+    assert now[0] < 380 * 1.25
