@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
+
 import torch
 from torch import Tensor
 
@@ -11,6 +14,9 @@ from minicpm_cli.model.decoder import Decoder
 from minicpm_cli.model.kv import KVCache
 from minicpm_cli.model.kv_format import KVFormat
 from minicpm_cli.model.loader import build_decoder
+
+# Compiled once for all tests and runs: a GPU's kernels take seconds each.
+KERNELS = Path(tempfile.gettempdir()) / "minicpm-test-kernels"
 
 
 class DictSource:
@@ -46,7 +52,7 @@ def decoder_of(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> Decoder:
-    return build_decoder(DictSource(tensors), cfg, torch.device(device), dtype)
+    return build_decoder(DictSource(tensors), cfg, torch.device(device), dtype, kernels=KERNELS)
 
 
 def forward_batch(

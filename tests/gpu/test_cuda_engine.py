@@ -14,7 +14,7 @@ from minicpm_cli.llm.llm import LLM
 from minicpm_cli.model.loader import load_model
 from minicpm_cli.settings import LoadOptions
 from minicpm_cli.types import Message, Request, SamplingParams
-from steps import all_logits, relative_error
+from steps import KERNELS, all_logits, relative_error
 
 pytestmark = pytest.mark.gpu
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
@@ -23,7 +23,7 @@ RUNNABLE = [family for family in FAMILIES if family != "minicpm-sala"]
 
 def answers(path: Path, device: str) -> list[tuple[str, str]]:
     options = LoadOptions(model=str(path), device=device, dtype="fp32", ctx=256, max_seqs=4)
-    llm = LLM.open(options, ModelFiles(str(path), path), lambda done, total: None)
+    llm = LLM.open(options, ModelFiles(str(path), path), lambda done, total: None, cache=KERNELS)
     texts = ["hi there", "one two three four five six seven", "a", "the end", "twelve"]
     requests = [Request(str(i), (Message("user", t),), GREEDY) for i, t in enumerate(texts)]
     said: dict[str, str] = {r.id: "" for r in requests}
@@ -52,6 +52,8 @@ def test_logits_in_bf16(tmp_path: Path, family: str) -> None:
     cfg = Checkpoint.read(path).cfg.with_context(256)
     ids = list(range(5, 60))
     exact = all_logits(load_model(path, cfg, torch.device("cpu"), torch.float32), ids)
-    quick = all_logits(load_model(path, cfg, torch.device("cuda"), torch.bfloat16), ids, [40, 1, 1, 13])
+    quick = all_logits(
+        load_model(path, cfg, torch.device("cuda"), torch.bfloat16, kernels=KERNELS), ids, [40, 1, 1, 13]
+    )
     # A router that flips between two near experts changes a row outright; MoE is held to less.
     assert relative_error(quick, exact) < (0.2 if "moe" in family else 4e-2)
