@@ -189,6 +189,19 @@ def speculation(price: Price, lookup: int = 8, budget: int = 64) -> Speculation:
     return Speculation(config, price, Stats())
 
 
+@pytest.mark.parametrize(("free", "drafted", "held"), [(0, 3, 0), (1, 3, 0), (2, 8, 1), (9, 8, 1)])
+def test_pages_for_a_draft_leave_one_for_each_sequence(free: int, drafted: int, held: int) -> None:
+    one, two = sequence([1, 2, 3, 4, 5, 6] * 8 + [1, 2, 3, 4, 5]), sequence(list(range(20)))
+    pool = PagePool(1 + 4 + 2 + free, 16)
+    for seq, pages in ((one, 4), (two, 2)):
+        seq.add_pages(pool.take(pages))
+        seq.seated = True
+    free_before, spec = pool.available, speculation(FREE)
+    one.tokens.extend([6, 1, 2, 3, 4, 5, 6, 1])  # 61 tokens: 3 places are left on their pages
+    assert spec.draft([one], pool) == len(one.draft)
+    assert (len(one.draft), free_before - pool.available) == (drafted, held)
+
+
 def test_as_many_as_pay() -> None:
     good, new = sequence([1, 2, 3, 4, 5, 6] * 6), sequence(list(range(30)))
     weak = sequence([1, 2, 50, 1, 2])

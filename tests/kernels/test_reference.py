@@ -32,6 +32,8 @@ MIXES = {
     "a fresh prompt": [(7, 0)],
     "a later chunk": [(5, 6)],
     "decodes, then chunks": [(1, 10), (1, 2), (3, 5), (6, 0)],
+    "a longer prompt": [(19, 0)],
+    "a longer chunk": [(1, 3), (18, 7)],
 }
 
 
@@ -59,6 +61,21 @@ def test_attend_equals_the_textbook(
         expected.append(textbook(q[row : row + new], keys, values, before, dk**-0.5))
         row += new
     assert relative_error(out, torch.cat(expected)) < (1e-6 if dtype == torch.float32 else 1e-2)
+
+
+@pytest.mark.parametrize("consecutive", [False, True])
+def test_rows_of_a_short_run_are_those_of_single_steps_to_the_bit(consecutive: bool) -> None:
+    """As a step's rows for expected tokens must be; in one product with a mask, five rows or more are not."""
+    generator = torch.Generator().manual_seed(2)
+    new, before, heads, dim = 9, 300, 9, 64
+    count = -(-(new + before) // PAGE)
+    table = list(range(count)) if consecutive else torch.randperm(count, generator=generator).tolist()
+    k, v = (torch.randn(count, PAGE, 3, dim, generator=generator).bfloat16() for _ in range(2))
+    q, cache = torch.randn(new, heads, dim, generator=generator).bfloat16(), LayerCache(k, k, v)
+    together = reference.attend(q, cache, forward_batch([([0] * new, before)], [table], PAGE, CPU), dim**-0.5)
+    for i in range(new):
+        alone = forward_batch([([0], before + i)], [table[: -(-(before + i + 1) // PAGE)]], PAGE, CPU)
+        assert torch.equal(reference.attend(q[i : i + 1], cache, alone, dim**-0.5), together[i : i + 1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
