@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 from quant.formats.fp8 import FP8
 from quant.formats.int8 import Int8
 from quant.formats.nf4 import NF4
+from quant.kernels import targets
 from quant.layers import fp8
 from quant.layers.cpu_int4 import CPUInt4, group_for_cpu
 from quant.layers.cpu_int8 import STEP, CPUInt8
@@ -57,9 +57,9 @@ def make_linear(
 def make_dense(weight: Tensor, kernels: Path | None = None) -> Linear:  # [N, K]
     """A layer over plain weights where they are."""
     if weight.device.type == "cuda":
-        from quant.kernels import gemv, nvrtc
+        from quant.kernels import gemv
 
-        if gemv.supported(weight, weight.dtype) and nvrtc.unavailable() is None:
+        if gemv.supported(weight, weight.dtype) and targets.unavailable(weight.device) is None:
             from quant.layers.cuda_dense import CUDADense
 
             return CUDADense(weight, kernels)
@@ -94,11 +94,12 @@ def _packed_linear(packed: Packed, device: torch.device, dtype: torch.dtype, ker
 def _cuda_integers(packed: GroupInt, dtype: torch.dtype, kernels: Path | None) -> Linear:
     """By kernels of our own in 16 bits, where Triton compiles those for many rows; else unpacked every time."""
     whole_words = packed.shape[1] * packed.bits % 32 == 0
-    if packed.codes.device.type == "cuda" and whole_words and dtype in HALVES and find_spec("triton") is not None:
-        from quant.kernels import layout, nvrtc
+    device = packed.codes.device
+    if device.type == "cuda" and whole_words and dtype in HALVES and targets.triton_compiles(device):
+        from quant.kernels import layout
         from quant.layers.cuda_int import CUDAInt
 
-        return CUDAInt(layout.pack(packed), dtype, kernels, compiled=nvrtc.unavailable() is None)
+        return CUDAInt(layout.pack(packed), dtype, kernels, compiled=targets.unavailable(device) is None)
     return Unpacking(packed, dtype)
 
 

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from minicpm_cli.kernels.cache import LayerCache
-from quant.kernels import nvrtc
+from quant.kernels import nvrtc, targets
+from quant.kernels.targets import SHARED_BYTES
 
 FOLDER = Path(__file__).parent
 COMMON, HEADS, GROUPED = "attention_decode_common.cu", "attention_decode_heads.cu", "attention_decode_grouped.cu"
 KINDS = {torch.float8_e4m3fn: 1, torch.int8: 2}
-SHARED_BYTES = 227 << 10  # that a block may have on Hopper
 LOG2_E = math.log2(math.e)
 
 
@@ -98,15 +98,9 @@ class Form:
         return 16 + cut.warps * (cut.stages * stage + 16 * part) + 8 * self.width
 
 
-@functools.cache
-def unavailable(device: torch.device) -> str | None:
-    """Why the kernel cannot run on this device; None where it can."""
-    return "it is not a CUDA device" if device.type != "cuda" else nvrtc.unavailable()
-
-
 def supported(q: Tensor, cache: LayerCache, turn: int = 0) -> bool:
     """Heads in 16-byte pieces, rotated parts too, in a 16-bit type or 8-bit codes, and values of their own."""
-    if q.dtype not in (torch.bfloat16, torch.float16) or unavailable(q.device) is not None:
+    if q.dtype not in (torch.bfloat16, torch.float16) or targets.unavailable(q.device) is not None:
         return False
     width, each = cache.k.shape[3], 16 if cache.k.dtype in KINDS else 8
     return (

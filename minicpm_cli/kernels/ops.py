@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -12,6 +11,7 @@ from torch import Tensor
 from minicpm_cli.kernels import reference
 from minicpm_cli.kernels.batch import ForwardBatch
 from minicpm_cli.kernels.cache import LayerCache
+from quant.kernels import targets
 
 
 class Embed(Protocol):
@@ -96,8 +96,8 @@ REFERENCE = Ops(
 
 
 def ops_for(device: torch.device, folder: Path | None = None) -> Ops:
-    """The operations for `device`: on CUDA the kernels, where Triton is installed. `folder` keeps compiled ones."""
-    if device.type != "cuda" or find_spec("triton") is None:
+    """The operations for `device`: on CUDA the kernels, where Triton compiles them. `folder` keeps compiled ones."""
+    if device.type != "cuda" or not targets.triton_compiles(device):
         return REFERENCE
     from minicpm_cli.kernels.gpu import kernels
 

@@ -11,8 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quant.kernels import nvrtc
+from quant.kernels import nvrtc, targets
 from quant.kernels.layout import DeviceInt
+from quant.kernels.targets import SHARED_BYTES
 from quant.layers.around import Gate
 
 SOURCE = Path(__file__).with_name("rows.cu")
@@ -20,7 +21,6 @@ INSTRUCTIONS = Path(__file__).with_name("rows_ptx.cu")
 SCALES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 GATES = {"silu": 1, "relu": 2}
 STAGE = 128  # columns
-SHARED_BYTES = 227 << 10  # that a block may have on Hopper
 PROCESSOR_BYTES = 228 << 10
 BLOCK_BYTES = 110 << 10  # that it is given, so that another finds room beside it
 # Blocks of one warp group that a product is cut into where its tiles of 64 rows are fewer.
@@ -121,7 +121,7 @@ def unavailable(device: torch.device) -> str | None:
         return "it is not a CUDA device"
     if torch.cuda.get_device_capability(device) != (9, 0):
         return "its compute capability is not 9.0"
-    return nvrtc.unavailable() or _disagreement(device)
+    return targets.unavailable(device) or _disagreement(device)
 
 
 def _disagreement(device: torch.device) -> str | None:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from minicpm_cli.kernels import reference
 from minicpm_cli.kernels.cache import LayerCache, encode
+from quant.kernels import targets
 
 attention_decode = pytest.importorskip("minicpm_cli.kernels.attention_decode")
 attention_decode_cuda = pytest.importorskip("minicpm_cli.kernels.attention_decode_cuda")
@@ -175,7 +176,7 @@ def test_every_choice_fits_a_block(width: int, heads: int, keys: int, coded: boo
         for longest in (512, 4096, 131072):
             cut = attention_decode_cuda.choose(rows, heads, keys, longest, coded)
             form = attention_decode_cuda.Form(width, heads, keys, PAGE, int(coded), False, 0, cut)
-            assert form.shared_bytes <= attention_decode_cuda.SHARED_BYTES
+            assert form.shared_bytes <= targets.SHARED_BYTES
             assert heads % cut.block == 0
             assert cut.cluster * cut.warps <= 32
 

@@ -10,7 +10,7 @@ from quant.errors import SchemeError
 from quant.kernels.layout import DeviceInt
 
 pytest.importorskip("triton")
-from quant.kernels import int_rows, rows_cuda, rows_triton
+from quant.kernels import int_rows, rows_cuda, rows_triton, targets
 
 BF16, F16 = torch.bfloat16, torch.float16
 # Scales, weights and results are rounded to the activations' type; the interpreter cuts bfloat16 off instead.
@@ -94,7 +94,7 @@ def test_forms_fit_the_memory_of_a_block():
             scale = torch.empty(n, k // group, dtype=F16, device="meta")
             w = DeviceInt(bits, group, words, scale, None, scale.float())
             form = rows_cuda.choose(rows, w, BF16)
-            assert form.shared_bytes(k) <= rows_cuda.SHARED_BYTES
+            assert form.shared_bytes(k) <= targets.SHARED_BYTES
             assert form.parts <= min(8, -(-k // rows_cuda.STAGE))
 
 
