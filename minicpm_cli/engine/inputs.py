@@ -27,6 +27,8 @@ TORCH: Mapping[Any, torch.dtype] = {
     np.float32: torch.float32,
 }
 WIDE = (np.int64, np.float64)
+COLDEST = 1e-30  # float32 has no smaller normal temperature to divide by
+HOTTEST = 1e30  # nor a much larger one
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,12 +184,17 @@ def fill_draws(host: Arrays, seqs: list[Sequence], penalties: Penalties) -> None
     params, count = [seq.request.params for seq in seqs], len(seqs)
     host["seed"][:count].view(np.uint64)[:] = [seq.request.seed for seq in seqs]
     host["index"][:count] = [seq.length - seq.prompt_length - 1 for seq in seqs]
-    host["temperature"][:count] = [0 if seq.greedy else p.temperature for seq, p in zip(seqs, params, strict=True)]
+    host["temperature"][:count] = [0 if seq.greedy else tempered(seq.request.params.temperature) for seq in seqs]
     host["top_p"][:count] = [p.top_p for p in params]
     host["min_p"][:count] = [p.min_p for p in params]
     host["top_k"][:count] = [p.top_k for p in params]
     host["seat"][:count] = penalties.seats(seqs)
     host["repetition"][:count], host["frequency"][:count], host["presence"][:count] = rates(seqs)
+
+
+def tempered(temperature: float) -> float:
+    """As float32 holds it: 0 stays greedy, and nothing else becomes 0 or infinite."""
+    return min(max(temperature, COLDEST), HOTTEST) if temperature else 0.0
 
 
 def _fill_table(table: NDArray[np.int32], chunks: list[Chunk]) -> None:  # [B, P]

@@ -18,13 +18,11 @@ import torch
 from torch import Tensor
 
 from minicpm_cli.engine.draws import uniforms
-from minicpm_cli.engine.inputs import DRAW, DrawState, Layout
+from minicpm_cli.engine.inputs import DRAW, DrawState, Layout, tempered
 from minicpm_cli.types import SamplingParams
 
 CANDIDATES = 256  # most likely tokens that are sorted first; whole rows only where these do not hold the kept mass
 LARGEST_K = 1024  # rows with a larger top-k are drawn again, whole
-COLDEST = 1e-30  # float32 has no smaller normal temperature to divide by
-HOTTEST = 1e30  # nor a much larger one
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +55,7 @@ class Rows:
         host = np.zeros((5, len(params)))
         if groups[1] or groups[2]:
             host[0] = uniforms(seeds, indices)
-            host[1] = [max(p.temperature, COLDEST) for p in params]
+            host[1] = [tempered(p.temperature) for p in params]
             host[2] = [p.top_p for p in params]
             host[3] = [math.log(p.min_p) if p.min_p else -math.inf for p in params]
             host[4] = [p.top_k for p in params]
@@ -134,7 +132,7 @@ def _state(
     host = layout.host(buffer)
     host["seed"].view(np.uint64)[:] = seeds
     host["index"][:] = indices
-    host["temperature"][:] = [min(max(p.temperature, COLDEST), HOTTEST) if p.temperature else 0 for p in params]
+    host["temperature"][:] = [tempered(p.temperature) for p in params]
     for name in ("top_p", "min_p", "top_k"):
         host[name][:] = [getattr(p, name) for p in params]
     return DrawState.of(layout.device(buffer.to(device)))

@@ -61,6 +61,13 @@ def test_penalised_and_drawn_on_the_device_side_by_side(way: str, budget: int, p
     assert decoder.largest_step <= budget
 
 
+@pytest.mark.parametrize("temperature", [1e300, 1e-300])
+def test_temperatures_that_float32_does_not_hold_are_drawn_on_the_device_as_on_the_host(temperature: float) -> None:
+    asked = request("a", prompt(6), replace(SAMPLED, temperature=temperature))
+    engine, _ = lagged_engine("lagged")
+    assert answers(run_checked(engine, [asked])) == {"a": expected(asked)}
+
+
 def test_a_step_is_launched_before_the_last_one_is_known() -> None:
     engine, _ = lagged_engine("lagged")
     queue = Queue()
