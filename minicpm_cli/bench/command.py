@@ -64,11 +64,12 @@ class BenchOptions:
     def load_flags(self) -> list[str]:
         """What a process of its own must be told to load the model so."""
         load, flags = self.load, ["--device", self.load.device, "--dtype", self.load.dtype]
-        for name in ("quantize", "gptq_format", "ctx", "max_seqs"):
+        for name in ("quantize", "gptq_format", "ctx", "max_seqs", "max_batch_tokens"):
             value = getattr(load, name)
             flags += [f"--{name.replace('_', '-')}", str(value)] if value is not None else []
         flags += ["--kv-dtype", load.kv_dtype] if load.kv_dtype != "auto" else []
         flags += [] if load.graphs else ["--no-graphs"]
+        flags += ["--memory-fraction", str(load.memory_fraction)]
         return [*flags, "--head-bits", str(load.head_bits)]
 
     @property
@@ -116,7 +117,8 @@ def _measure(options: BenchOptions, settings: Settings, err: TextIO) -> Iterator
     say = _Notes(err, settings.quiet)
     subject = open_subject(options.load, options.shape, settings)
     if options.starts:
-        yield from _starts(options, subject, say)
+        threads = [] if settings.threads is None else ["--threads", str(settings.threads)]
+        yield from _starts(options, subject, threads, say)
     if KERNELS in options.workloads:
         yield from _kernels(subject, say)
     if options.speeds:
@@ -125,11 +127,13 @@ def _measure(options: BenchOptions, settings: Settings, err: TextIO) -> Iterator
             yield from _speeds(options.against, options, subject, say)
 
 
-def _starts(options: BenchOptions, subject: Subject, say: _Notes) -> Iterator[Row]:
+def _starts(options: BenchOptions, subject: Subject, more: list[str], say: _Notes) -> Iterator[Row]:
+    """Each in processes of its own, which get the load options and `more` flags."""
+    flags = [*options.load_flags, *more]
     with subject.on_disk() as model:
         for name in options.starts:
             say(f"{name}: {STARTS[name][1]}")
-            yield Row(subject.setting(), name, measure_start(name, model, options.repeats, options.load_flags), "s")
+            yield Row(subject.setting(), name, measure_start(name, model, options.repeats, flags), "s")
 
 
 def _kernels(subject: Subject, say: _Notes) -> Iterator[Row]:

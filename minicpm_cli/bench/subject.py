@@ -109,7 +109,12 @@ class Subject:
 
 
 def open_subject(load: LoadOptions, shape: str | None, settings: Settings) -> Subject:
-    """The shape, or the model that `load` names, fetched if it is not here; no weights are read."""
+    """The shape, or the model that `load` names, fetched if it is not here; no weights are read.
+
+    From here on torch takes as many threads as `settings` say.
+    """
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
     device = choose_device(load.device)
     dtype = choose_dtype(load.dtype, device)
     kernels = settings.cache_dir / KERNELS

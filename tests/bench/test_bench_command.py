@@ -55,7 +55,11 @@ def test_a_shortened_throughput_is_named_so() -> None:
 
 def test_a_process_of_its_own_loads_as_asked() -> None:
     load = LoadOptions(quantize="w4", head_bits=8, kv_dtype="fp8", graphs=False, max_seqs=7)
-    expected = "--device auto --dtype auto --quantize w4 --max-seqs 7 --kv-dtype fp8 --no-graphs --head-bits 8"
+    load = replace(load, max_batch_tokens=9, memory_fraction=0.5)
+    expected = (
+        "--device auto --dtype auto --quantize w4 --max-seqs 7 --max-batch-tokens 9 --kv-dtype fp8 --no-graphs "
+        "--memory-fraction 0.5 --head-bits 8"
+    )
     assert " ".join(BenchOptions(load).load_flags) == expected
 
 

@@ -63,6 +63,15 @@ def test_what_changes_the_numbers_is_in_the_scheme(changes: dict[str, Any], sche
     assert subject.setting().scheme == scheme
 
 
+def test_a_benchmark_takes_the_threads_that_were_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", taken.append)
+    options = LoadOptions(device="cpu", dtype="fp32")
+    open_subject(options, "tiny", settings())
+    open_subject(options, "tiny", Settings.load(environ={"MINICPM_THREADS": "3"}))
+    assert taken == [3]
+
+
 def test_a_folder_holds_the_same_weights_and_a_word_for_every_token(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
