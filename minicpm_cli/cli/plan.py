@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
@@ -69,9 +70,10 @@ def plan(
 def free_size(text: str) -> int:
     """Bytes of 24GB, 16GiB or a plain number. Raises UsageError."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([a-z]*)\s*", text.lower())
-    if match is None or match[2] not in _UNITS:
+    count = float(match[1]) * _UNITS[match[2]] if match and match[2] in _UNITS else math.inf
+    if math.isinf(count):
         raise UsageError(f"--free {text} is no size; give bytes, or a number with MB, GB, MiB or GiB, such as 24GB")
-    return int(float(match[1]) * _UNITS[match[2]])
+    return int(count)
 
 
 def _quantizing(found: Survey) -> Plan | None:

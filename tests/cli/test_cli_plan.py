@@ -137,7 +137,7 @@ def test_sizes(text: str, count: int) -> None:
     assert free_size(text) == count
 
 
-@pytest.mark.parametrize("text", ["", "GB", "-1", "1TB", "nan", "1,5GB"])
+@pytest.mark.parametrize("text", ["", "GB", "-1", "1TB", "nan", "1,5GB", "1e999GB"])
 def test_what_is_no_size(text: str) -> None:
     with pytest.raises(UsageError, match="--free"):
         free_size(text)
