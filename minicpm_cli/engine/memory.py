@@ -123,7 +123,7 @@ def survey_memory(demand: Demand, free_bytes: int, options: MemoryOptions) -> Me
     """The same plan, but what does not fit is told in `problem`."""
     cfg, page = demand.cfg, options.page_size
     budget = int(free_bytes * options.fraction)
-    seqs = options.max_seqs or (CPU_SEQS if options.cpu else _seats(demand, budget, options))
+    seqs = options.max_seqs or _seats(demand, budget, options)
     tokens = _tokens(options, seqs)
     room = _room(demand, budget, tokens, seqs, options)
     context = options.context or min(cfg.context, CPU_CONTEXT if options.cpu else cfg.context, max(room, 1))
@@ -156,9 +156,10 @@ def _tokens(options: MemoryOptions, seqs: int) -> int:
 
 
 def _seats(demand: Demand, budget: int, options: MemoryOptions) -> int:
-    """Where nobody says how many sequences may run at once on a GPU."""
+    """Where nobody says how many sequences may run at once; no more than the tokens that were asked for a step."""
     enough = (n for n in GPU_SEQS if _room(demand, budget, _tokens(options, n), n, options) >= n * SEAT)
-    return next(enough, GPU_SEQS[-1])
+    seats = CPU_SEQS if options.cpu else next(enough, GPU_SEQS[-1])
+    return min(seats, options.max_batch_tokens or seats)
 
 
 def what_would_fit(cfg: ModelConfig, tokens: int, seqs: int, free: int, form: Form = PLAIN) -> str:

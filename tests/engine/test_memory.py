@@ -147,6 +147,13 @@ def test_a_step_has_room_for_every_seat() -> None:
     assert plan(40, max_seqs=300, max_batch_tokens=100).max_batch_tokens == 300
 
 
+@pytest.mark.parametrize("cpu", [True, False])
+def test_a_step_is_never_larger_than_asked_for_the_sake_of_seats_that_nobody_asked_for(cpu: bool) -> None:
+    got = plan(40, max_batch_tokens=3, cpu=cpu)
+    assert (got.max_seqs, got.max_batch_tokens) == (3, 3)
+    assert plan(40, max_batch_tokens=3, max_seqs=2, cpu=cpu).max_batch_tokens == 3
+
+
 def test_workspace_grows_with_tokens_and_seats() -> None:
     form = DEMAND.form
     assert step_bytes(CFG, 1024, 1, form) > 1024 * 3 * 4096 * 2
