@@ -22,6 +22,7 @@ from minicpm_cli.engine.sequence import Drawn, EngineConfig, Sequence
 from minicpm_cli.errors import MinicpmError, RequestError
 from minicpm_cli.kernels.batch import ForwardBatch
 from minicpm_cli.types import Logprob
+from quant.kernels import targets
 
 
 class Vocabulary(Protocol):
@@ -158,7 +159,10 @@ class Runner:
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
 
-def _kernel_draws(config: EngineConfig, model: Model) -> Draw:
+def _kernel_draws(config: EngineConfig, model: Model) -> Draw | None:
+    """None: only the host can draw, since Triton is not installed or does not know the GPU."""
+    if not targets.triton_compiles(model.device):
+        return None
     from minicpm_cli.kernels.sampling import Draws  # triton: only where a GPU is
 
     return Draws(config.rows, model.cfg.vocab, model.device)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 
 import numpy as np
 import torch
@@ -20,6 +19,7 @@ from torch import Tensor
 from minicpm_cli.engine.draws import uniforms
 from minicpm_cli.engine.inputs import DRAW, DrawState, Layout, tempered
 from minicpm_cli.types import SamplingParams
+from quant.kernels import targets
 
 CANDIDATES = 256  # most likely tokens that are sorted first; whole rows only where these do not hold the kept mass
 LARGEST_K = 1024  # rows with a larger top-k are drawn again, whole
@@ -62,7 +62,11 @@ class Rows:
         u, temperature, top_p, floor, top_k = torch.from_numpy(host).to(device, non_blocking=True)
         greedy, plain, filtered = groups
         largest = max((params[row].top_k for row in filtered if params[row].top_k <= LARGEST_K), default=0)
-        state = _state(params, seeds, indices, device) if device.type == "cuda" and find_spec("triton") else None
+        state = (
+            _state(params, seeds, indices, device)
+            if device.type == "cuda" and targets.triton_compiles(device)
+            else None
+        )
         return cls(greedy, plain, filtered, u, temperature.float(), top_p, floor.float(), top_k.long(), largest, state)
 
     def pick(self, rows: list[int]) -> Rows:
