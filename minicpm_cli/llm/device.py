@@ -11,6 +11,7 @@ import torch
 
 from minicpm_cli.doctor import why_no_gpu
 from minicpm_cli.errors import DeviceError, UsageError
+from quant.kernels import targets
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _MEMINFO = "/proc/meminfo"
@@ -44,6 +45,17 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     if name not in DTYPES:
         raise UsageError(f"--dtype {name} is not known; it must be one of auto, {', '.join(DTYPES)}")
     return DTYPES[name]
+
+
+def check_cache(kv_dtype: str, device: torch.device) -> None:
+    """Raises DeviceError for a GPU whose kernels cannot convert the cache's codes: fp8 begins with capability 8.9.
+
+    Older GPUs than Triton knows take torch's operations, which can.
+    """
+    if kv_dtype != "fp8" or device.type != "cuda" or not targets.triton_compiles(device):
+        return
+    if torch.cuda.get_device_capability(device) < (8, 9):
+        raise DeviceError(f"{torch.cuda.get_device_name(device)} cannot convert fp8. Take --kv-dtype int8.")
 
 
 def dtype_name(dtype: torch.dtype) -> str:

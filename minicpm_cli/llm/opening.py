@@ -16,7 +16,7 @@ from minicpm_cli.engine.memory import MemoryPlan, plan_memory
 from minicpm_cli.engine.memory_ledger import Kind, shape_of
 from minicpm_cli.errors import OutOfMemory, UsageError
 from minicpm_cli.llm.demand import Sized, demand_of, wanted
-from minicpm_cli.llm.device import device_name, dtype_name, free_bytes
+from minicpm_cli.llm.device import check_cache, device_name, dtype_name, free_bytes
 from minicpm_cli.llm.watch import Watch, versions
 from minicpm_cli.model.decoder import Decoder
 from minicpm_cli.model.kv import KVCache
@@ -53,7 +53,8 @@ def refuse_later(options: LoadOptions) -> None:
 
 
 def plan_engine(options: LoadOptions, checkpoint: Loadable, device: torch.device, dtype: torch.dtype) -> MemoryPlan:
-    """Before anything is loaded. Raises OutOfMemory for what does not fit."""
+    """Before anything is loaded. Raises OutOfMemory for what does not fit, DeviceError for what the GPU cannot do."""
+    check_cache(options.kv_dtype, device)
     cpu = device.type == "cpu"
     demand = demand_of(checkpoint, options, dtype_name(dtype), cpu=cpu)
     return plan_memory(demand, free_bytes(device), wanted(options, cpu=cpu))

@@ -14,8 +14,9 @@ import torch
 from minicpm_cli import doctor
 from minicpm_cli.doctor import Check, report, why_no_gpu
 from minicpm_cli.errors import DeviceError
-from minicpm_cli.llm.device import choose_device
+from minicpm_cli.llm.device import check_cache, choose_device
 from minicpm_cli.settings import Settings
+from quant.kernels import targets
 
 CARDS = "550.54.15, NVIDIA L4, 23034 MiB\n550.54.15, NVIDIA T4, 15360 MiB"
 
@@ -171,6 +172,23 @@ def test_a_gpu_that_does_not_exist(machine: Machine) -> None:
         DeviceError, match=r"cuda:7 does not exist. There are: cuda:0 \(NVIDIA X0\), cuda:1 \(NVIDIA X1\)"
     ):
         choose_device("cuda:7")
+
+
+@pytest.mark.parametrize(("capability", "fits"), [((7, 5), True), ((8, 6), False), ((8, 9), True), ((9, 0), True)])
+def test_an_fp8_cache_needs_a_gpu_that_converts_it(
+    capability: tuple[int, int], fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(targets, "triton_compiles", lambda _: capability >= (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA X")
+    device = torch.device("cuda", 0)
+    check_cache("int8", device)
+    check_cache("fp8", torch.device("cpu"))
+    if fits:
+        check_cache("fp8", device)
+    else:
+        with pytest.raises(DeviceError, match=r"NVIDIA X cannot convert fp8\. Take --kv-dtype int8\."):
+            check_cache("fp8", device)
 
 
 def test_the_cpus_flags(machine: Machine, isolated: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
