@@ -45,8 +45,11 @@ class TensorDecoder:
         self.offsets = torch.arange(page_size, device=device)
 
     def forward(self, batch: ForwardBatch, kv: object) -> Tensor:
+        return scores(self.states(batch))
+
+    def states(self, batch: ForwardBatch) -> Tensor:  # [S]
         self.tokens.index_copy_(0, batch.slots, batch.ids * 1_000_003 + batch.positions)
         owners = torch.searchsorted(batch.q_start[1:].long(), batch.last, right=True)
         slots = (batch.page_table[owners, :, None].long() * self.page_size + self.offsets).flatten(1)
         read = torch.arange(slots.shape[1], device=self.device) < batch.positions[batch.last, None] + 1
-        return scores((mixed(self.tokens[slots]) * read).sum(-1))
+        return (mixed(self.tokens[slots]) * read).sum(-1)

@@ -6,12 +6,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from engine_cases import GREEDY, SAMPLED, answers, prompt, request, run_checked
 from engine_work import Odd, Stop, Work, same, told
 from fake_decoder import FakeDecoder, reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lagged_cases import WAYS, lagged_engine
+from lagged_cases import WAYS, Draws, lagged_engine
+from tensor_decoder import TensorDecoder
 from torch import Tensor
 
 from minicpm_cli.engine.engine import Engine, EngineConfig, EngineRequest
@@ -19,6 +21,7 @@ from minicpm_cli.engine.pages import ROOT, PagePool
 from minicpm_cli.engine.sequence import Sequence
 from minicpm_cli.engine.speculation import Price, Speculation
 from minicpm_cli.engine.stats import Stats
+from minicpm_cli.kernels.batch import ForwardBatch
 
 FREE = Price(0.0, 0.0)
 LONG = replace(GREEDY, max_tokens=60)
@@ -170,6 +173,37 @@ def test_beside_one_that_is_not_looked_up() -> None:
         engine, plain = engine_of(8, way)[0], engine_of(0, way)[0]
         assert answers(run_checked(engine, requests)) == answers(run_checked(plain, requests))
         assert engine.stats.accepted_tokens > 0
+
+
+class Repetitive(TensorDecoder):
+    """As the forgetful fake."""
+
+    def states(self, batch: ForwardBatch) -> Tensor:
+        whole = super().states(batch)
+        return torch.where((whole & 31) > 0, batch.ids[batch.last], whole)
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_on_a_device(device: str, graphs: bool) -> None:
+    found, stats = [], Stats()
+    for lookup in (0, 6):
+        sizes = {"max_seqs": 3, "max_batch_tokens": 64, "context": 80, "lookup": lookup, "graphs": graphs}
+        engine = Engine(
+            Repetitive(90, 4, device),
+            None,
+            EngineConfig(pages=90, page_size=4, lag=True, **sizes),  # type: ignore[arg-type]
+            draw=Draws() if device == "cpu" else None,
+        )
+        if engine.scheduler.speculation:
+            engine.scheduler.speculation.price = replace(FREE)
+            stats = engine.stats
+        engine._clock = lambda: 0.0
+        requests = [request(f"r{i}", prompt(7, i) * 4, (LONG, SAMPLED)[i % 2], seed=i) for i in range(5)]
+        requests = [replace(r, params=replace(r.params, max_tokens=40)) for r in requests]
+        found.append(answers(run_checked(engine, requests)))
+    assert found[0] == found[1]
+    assert stats.proposed_tokens > stats.accepted_tokens > 0
 
 
 def test_lag_where_nothing_is_expected() -> None:
