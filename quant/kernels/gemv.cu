@@ -1,5 +1,5 @@
 // y[T, N] = x[T, K] W[N, K]^T for 1 to 8 rows of x, with the norm before and the gate and sum after it. The kernel is this
-// text, then gemv_plain.cu or gemv_packed.cu (how x is prepared and multiplied), then gemv_main.cu.
+// text, then gemv_plain.cu, or gemv_packed.cu (how x is prepared and multiplied) and gemv_main.cu.
 //
 // The tensor cores multiply, since unpacking is the work: a warp's product takes 8 rows of W, of which the upper half of
 // A holds one chunk of columns and the lower half the next chunk; columns of B hold a row of x in one of the chunks. The
@@ -15,6 +15,9 @@
 // Set by the compiler's options: BITS (16: plain weights), HALF (x is float16, else bfloat16), SCALE (0 float16,
 // 1 bfloat16, 2 float32), KIND (0 middle, 1 zero points, 2 shifts), RUN (words in a row that share a scale: 4 where a
 // lane's 16 bytes lie in one group of the whole chunk), NB (blocks of rows of x: 4 plain, 2 packed), DEPTH.
+//
+// The two kernels share no more than stands here: with one body for both, plain weights took other instructions than
+// those that were measured.
 
 typedef unsigned int u32;
 typedef unsigned short u16;
@@ -28,19 +31,11 @@ struct Params {
     int least_rows, longer_blocks;  // outputs of a block; the first `longer_blocks` have one more
     int column_warps, row_warps, stages, gate, wide;
     u32 group_inverse;  // 2^32 / group, rounded up: exact up to 65,535 columns
-    u32 mask;           // gemv_float.cu's
     float eps, alpha, threshold;
 };
 
-enum { CHUNK = BITS == 4 ? 128 : 64, STEP = 2 * CHUNK, STEP_BYTES = STEP * BITS / 8, UNITS = BITS == 16 ? 2 : 1 };
-enum { TILE_BYTES = 1024 * UNITS, BLOCK_ROWS = BITS == 16 ? 4 : 2, SUMS = BITS == 16 ? 1 : 4 / RUN, MOST_WARPS = 12 };
-#ifndef RESIDENT
-#define RESIDENT (NB == 1 ? 2 : 1)  // more rows need more registers: T = 8 took 2.1 ms with two, 1.3 with one
-#endif
-#ifndef EARLY
-#define EARLY 0
-#endif
-constexpr bool NARROW = BITS != 16 && RUN < 4;
+enum { CHUNK = BITS == 4 ? 128 : 64, STEP = 2 * CHUNK, STEP_BYTES = STEP * BITS / 8, MOST_WARPS = 12 };
+constexpr int RESIDENT = NB == 1 ? 2 : 1;  // more rows need more registers: T = 8 took 2.1 ms with two, 1.3 with one
 
 #ifndef EMULATED
 // 16 bytes, of which those after `bytes` are not read but zero.
@@ -87,6 +82,11 @@ __device__ __forceinline__ u32 product_pair(u32 a, u32 b) {  // bfloat16 only
     return pair;
 }
 __device__ __forceinline__ u32 address(const void *p) { return (u32)__cvta_generic_to_shared(p); }
+__device__ __forceinline__ float larger(float a, float b) {  // not a number if one of them is not
+    float c;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));
+    return c;
+}
 __device__ __forceinline__ float from_lane(float v, int difference) {
     return __shfl_xor_sync(0xffffffffu, v, difference);
 }
@@ -104,10 +104,9 @@ struct Block {
     }
 };
 
-struct Place {  // of a thread
-    int warp, lane, g, t, column_warp, row_warp;
-    __device__ __forceinline__ Place(const Params &p, int thread) {
-        warp = thread / 32, lane = thread % 32, g = lane / 4, t = lane % 4;
-        row_warp = warp / p.column_warps, column_warp = warp - row_warp * p.column_warps;
-    }
-};
+__device__ __forceinline__ float activated(float gate, float up, const Params &p) {
+    if (p.gate == 1) return gate / (1.f + __expf(-gate)) * up;
+    return gate >= p.threshold ? gate * up : 0.f * up;
+}
+
+template <int I> struct Count { static constexpr int value = I; };

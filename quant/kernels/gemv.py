@@ -15,11 +15,6 @@ from quant.kernels.layout import DeviceInt
 from quant.layers.around import Gate, Norm
 
 FOLDER = Path(__file__).parent
-# Whether packed weights are multiplied as integers (gemv_packed.cu: 926 against 649 tok/s of the 2B on an H200), and
-# whether plain ones ask for the next step's x
-# ahead (gemv_plain.cu); else both by gemv_float.cu.
-INTEGER_PRODUCTS = True
-X_AHEAD = False
 MOST_ROWS = 8
 TILE = 8  # rows of W in one pass
 SCALES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
@@ -58,7 +53,6 @@ class Parameters(ctypes.Structure):
         ("gate", ctypes.c_int),
         ("wide", ctypes.c_int),
         ("group_inverse", ctypes.c_uint32),
-        ("mask", ctypes.c_uint32),
         ("eps", ctypes.c_float),
         ("alpha", ctypes.c_float),
         ("threshold", ctypes.c_float),
@@ -76,26 +70,19 @@ class Form:
     run: int = 4  # words of a row under one scale, as the kernel reads them
     blocks: int = 1  # of rows of x: 1, 2, or for packed weights 4
     depth: int = 3  # items requested ahead
-    revised: bool = False  # INTEGER_PRODUCTS or X_AHEAD
 
     def for_rows(self, rows: int) -> Form:
-        """The form that multiplies by `rows` rows of x: 4 a block, or 2 where weights are multiplied as integers."""
+        """The form that multiplies by `rows` rows of x."""
         return replace(self, blocks=1 << (-(-rows // self.block_rows) - 1).bit_length())
 
     @property
     def block_rows(self) -> int:
-        return 2 if self.integers else 4
-
-    @property
-    def integers(self) -> bool:
-        return self.revised and self.bits != 16
+        return 4 if self.bits == 16 else 2
 
     @property
     def source(self) -> str:
-        if not self.revised:
-            return (FOLDER / "gemv_float.cu").read_text()
-        parts = ("gemv.cu", "gemv_plain.cu" if self.bits == 16 else "gemv_packed.cu", "gemv_main.cu")
-        return "\n".join((FOLDER / part).read_text() for part in parts)
+        parts = ("gemv_plain.cu",) if self.bits == 16 else ("gemv_packed.cu", "gemv_main.cu")
+        return "\n".join((FOLDER / part).read_text() for part in ("gemv.cu", *parts))
 
     @property
     def step(self) -> int:
@@ -114,7 +101,7 @@ class Form:
     @property
     def options(self) -> tuple[str, ...]:
         names = ("BITS", "HALF", "SCALE", "KIND", "RUN", "NB", "DEPTH")
-        return tuple(f"-D{name}={int(value)}" for name, value in zip(names, astuple(self)[: len(names)], strict=True))
+        return tuple(f"-D{name}={int(value)}" for name, value in zip(names, astuple(self), strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +143,7 @@ class Launch:
     def _prepared(self) -> int:
         """Packed weights: x as bytes, and a scale for every row and chunk of 64 or 128 columns."""
         rows = self.form.blocks * self.form.block_rows
-        return self.threads // 32 * rows * 2 * (self.form.step + 4) if self.form.integers else 0
+        return 0 if self.form.bits == 16 else self.threads // 32 * rows * 2 * (self.form.step + 4)
 
 
 def choose(form: Form, n: int, k: int, groups: int, gated: bool) -> Launch:
@@ -181,10 +168,9 @@ def choose(form: Form, n: int, k: int, groups: int, gated: bool) -> Launch:
 def form_of(weight: Tensor | DeviceInt, dtype: torch.dtype) -> Form:
     half = dtype == torch.float16
     if isinstance(weight, Tensor):
-        return Form(16, half, revised=X_AHEAD)
+        return Form(16, half)
     kind = 2 if weight.shift is not None else 0 if weight.zero is None else 1
-    form = Form(weight.bits, half, SCALES[weight.scale.dtype], kind, _run(weight.bits, weight.group))
-    return replace(form, revised=INTEGER_PRODUCTS)
+    return Form(weight.bits, half, SCALES[weight.scale.dtype], kind, _run(weight.bits, weight.group))
 
 
 def _run(bits: int, group: int) -> int:
@@ -196,7 +182,7 @@ def _run(bits: int, group: int) -> int:
 
 def parameters(weight: Tensor | DeviceInt, launch: Launch) -> Parameters:
     """All that does not change from call to call."""
-    p = Parameters(K=launch.k, groups=launch.groups, stages=launch.stages, mask=0x000F000F)
+    p = Parameters(K=launch.k, groups=launch.groups, stages=launch.stages)
     p.column_warps, p.row_warps = launch.column_warps, launch.row_warps
     p.least_rows, p.longer_blocks = divmod(launch.outputs, launch.blocks)
     if isinstance(weight, Tensor):

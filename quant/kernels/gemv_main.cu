@@ -1,7 +1,4 @@
-__device__ __forceinline__ float activated(float gate, float up, const Params &p) {
-    if (p.gate == 1) return gate / (1.f + __expf(-gate)) * up;
-    return gate >= p.threshold ? gate * up : 0.f * up;
-}
+// The kernel for packed weights.
 
 // The outputs: sums over the warps, what was on the way to them, and what they are added to. `base` is what this thread's
 // first output is added to.
@@ -15,7 +12,7 @@ __device__ __forceinline__ void write_outputs(const Params &p, const Block &bloc
 #pragma unroll
         for (int w = 0; w < MOST_WARPS; w++)
             if (w < warps) y += Inputs::sum_of(from + w * stride, r % 8, row);
-        const float factor = p.norm && Inputs::FACTOR_ON_SUMS ? Inputs::inverse_rms(partial, row, warps, p) : 1.f;
+        const float factor = p.norm ? Inputs::inverse_rms(partial, row, warps, p) : 1.f;
         y *= factor;
         if (p.gate) {
 #pragma unroll
@@ -60,7 +57,7 @@ struct Asking {
         if (left > 0) {
             const bool first_live = row < count, second_live = row + second_rows < count;
 #pragma unroll
-            for (int u = 0; u < 2 * UNITS; u++) {
+            for (int u = 0; u < 2; u++) {
                 request(to + u * 512, from + u * 64, first_live && u * 64 < inside ? 16 : 0);
                 request(to + TILE_BYTES + u * 512, from + second + u * 64, second_live && u * 64 < inside ? 16 : 0);
             }
@@ -69,13 +66,11 @@ struct Asking {
             row += row_stride, from += row_stride * row_bytes;
             if (--tiles_left == 0)
                 tiles_left = my_tiles, row = first_row, column += step_bytes, inside -= step_bytes, from = column;
-            if (--left == 0 && !EARLY) admit_next();  // its requests follow the block's own at once
+            if (--left == 0) admit_next();  // its requests follow the block's own at once
         }
         close_requests();
     }
 };
-
-template <int I> struct Count { static constexpr int value = I; };
 
 extern "C" __global__ void __launch_bounds__(32 * MOST_WARPS, RESIDENT) gemv(const __grid_constant__ Params p) {
     extern __shared__ __align__(16) u8 shared[];
@@ -95,12 +90,9 @@ extern "C" __global__ void __launch_bounds__(32 * MOST_WARPS, RESIDENT) gemv(con
     Asking asking(p, block, place, my_steps, address(shared) + ring, ring_bytes);
 #pragma unroll 1
     for (int i = 0; i < DEPTH; i++) asking.next(block.count);
-    if (EARLY) admit_next();
     Inputs inputs(p, place, prepared);
-    if (BITS != 16) {
-        await_requests<DEPTH>();  // the scales
-        __syncthreads();
-    }
+    await_requests<DEPTH>();  // the scales
+    __syncthreads();
     await_inputs();
 
     inputs.load_x(p, place, place.column_warp);
@@ -110,7 +102,6 @@ extern "C" __global__ void __launch_bounds__(32 * MOST_WARPS, RESIDENT) gemv(con
         const int row = threadIdx.x / block.count, outputs = p.gate ? p.N / 2 : p.N;
         base = plain(__ldcg(p.onto + (long long)row * outputs + block.first + threadIdx.x - row * block.count));
     }
-    inputs.begin(p, place, steps, partial);
     int at = ring;
 #pragma unroll 1
     for (int s = place.column_warp; s < steps; s += p.column_warps) {
@@ -154,7 +145,7 @@ extern "C" __global__ void __launch_bounds__(32 * MOST_WARPS, RESIDENT) gemv(con
         }
         if (NB > 1) load_later();
     }
-    if (p.norm && Inputs::FACTOR_ON_SUMS && place.row_warp == 0) inputs.leave_squares(partial, place);
+    if (p.norm && place.row_warp == 0) inputs.leave_squares(partial, place);
     __syncthreads();
     write_outputs(p, block, sums, partial, used_warps, base);
 }

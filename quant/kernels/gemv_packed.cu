@@ -1,17 +1,27 @@
 // Packed weights: products of 8-bit integers, summed exactly (mma.m16n8k32 of unsigned codes and signed x), for which x
 // becomes 16-bit fixed point with one scale a row and chunk: 256 * high + low, both signed bytes. What that rounds is
-// 2^-16 of the chunk's largest, less than the 2^-9 (2^-12) of its own that bfloat16 (float16) has rounded it by.
+// 2^-16 of the chunk's largest, less than the 2^-9 (2^-12) of its own that bfloat16 (float16) has rounded it by. The
+// scale of a chunk with an infinity or NaN is that, and with it all that the row gives.
 //
 // Columns 2j and 2j+1 of B are the high and the low bytes of row j / 2 of x in chunk j % 2, so that a lane (g, t) finds
 // in c0 and c1 (t even) or c2 and c3 (t odd) what row g of W gives with row t / 2 of x in chunk t % 2.
 
+constexpr bool NARROW = RUN < 4;
 constexpr float LARGEST = 32000.f;
 constexpr float INTEGER = 12582912.f;  // 1.5 * 2^23: the bits of this plus an integer of 22 bits are sums of the bits
 enum { INTEGER_BITS = 0x4b400000, MIDDLE = BITS == 4 ? 8 : 128, WORDS = CHUNK / 16, CHUNK_LANES = CHUNK / 8 };
 enum { STEP_LANES = 2 * CHUNK_LANES, PASS_ROWS = 32 / STEP_LANES, PASSES = 2 * NB / PASS_ROWS };
-enum { SCALE_SIZE = SCALE == 2 ? 4 : 2, OTHER_SIZE = KIND == 1 ? 1 : 4 };
+enum { TILE_BYTES = 1024, SUMS = 4 / RUN, SCALE_SIZE = SCALE == 2 ? 4 : 2, OTHER_SIZE = KIND == 1 ? 1 : 4 };
 
 __device__ __forceinline__ float as_number(int sum) { return __uint_as_float(sum) - INTEGER; }
+
+struct Place {  // of a thread
+    int warp, lane, g, t, column_warp, row_warp;
+    __device__ __forceinline__ Place(const Params &p, int thread) {
+        warp = thread / 32, lane = thread % 32, g = lane / 4, t = lane % 4;
+        row_warp = warp / p.column_warps, column_warp = warp - row_warp * p.column_warps;
+    }
+};
 
 // Values of `size` bytes, one a row and group, of which the block's rows lie in shared memory as they do in memory: what
 // is before the first and after the last in a piece of 16 bytes comes along.
@@ -93,7 +103,6 @@ struct Inputs {
             loaded[i] = load(p.x + (long long)row * p.K, step * STEP + place.lane % STEP_LANES * 8, p.K);
         }
     }
-    __device__ __forceinline__ void begin(const Params &, const Place &, int, float *) {}
 
     // What was loaded as fixed point, in the order of the codes, and what the sums of all rows of W have in common.
     __device__ __forceinline__ void prepare(const Params &p, const Place &place, int step) {
@@ -145,10 +154,10 @@ struct Inputs {
                 squares[pass] = fmaf(v[i], v[i], squares[pass]);
                 v[i] *= plain((u16)(weights[i / 2] >> i % 2 * 16));
             }
-            largest = fmaxf(largest, fabsf(v[i]));
+            largest = larger(largest, fabsf(v[i]));
         }
 #pragma unroll
-        for (int lanes = 1; lanes < CHUNK_LANES; lanes *= 2) largest = fmaxf(largest, from_lane(largest, lanes));
+        for (int lanes = 1; lanes < CHUNK_LANES; lanes *= 2) largest = larger(largest, from_lane(largest, lanes));
         const float inverse = largest > 0 ? __fdividef(LARGEST, largest) : 0;
         u32 fixed[8];  // 128 more than x, so that the upper byte is the nearest
 #pragma unroll
@@ -197,7 +206,6 @@ struct Inputs {
             if (w < warps) all += partial[w * 2 * NB + row];
         return rsqrtf(__fdividef(all, (float)p.K) + p.eps);
     }
-    static constexpr bool FACTOR_ON_SUMS = true;
     static __device__ __forceinline__ float sum_of(const float *tile, int r, int row) {
         const float2 v = *(const float2 *)(tile + row / 2 * 32 + r * 4 + row % 2 * 2);
         return v.x + v.y;

@@ -23,7 +23,6 @@ struct uint4 { unsigned x, y, z, w; };
 struct float2 { float x, y; };
 static uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 static uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
-static float2 make_float2(float x, float y) { return {x, y}; }
 template <class T> static T min(T a, T b) { return a < b ? a : b; }
 template <class T> static T max(T a, T b) { return a > b ? a : b; }
 struct Index { int x; };
@@ -86,7 +85,6 @@ static float number(unsigned pair, int high) {
 static unsigned product_pair(unsigned a, unsigned b) {
     return pack_pair(number(a, 0) * number(b, 0), number(a, 1) * number(b, 1));
 }
-static unsigned opaque(unsigned v) { return v; }
 static unsigned address(const void *p) { return (const unsigned char *)p - shared; }
 static void request(unsigned to, const unsigned char *from, int bytes) {
     Thread &t = threads[current];
@@ -103,6 +101,7 @@ template <int LATER> static void await_requests() {
 static void await_inputs() {}
 static void admit_next() {}
 template <class T> static T __ldcg(const T *p) { return *p; }
+static float larger(float a, float b) { return std::isnan(a) || std::isnan(b) ? NAN : a > b ? a : b; }
 static float from_lane(float v, int difference) {
     auto &lanes = exchange[current / 32];
     lanes[current % 32][0] = as_bits(v);

@@ -24,7 +24,7 @@ def test_a_launch_that_the_gpu_takes(n: int, k: int, gated: bool, bits: int, row
     for group in (k,) if bits == 16 else (32, 128, k):
         if k % group:
             continue
-        form = Form(bits, False, revised=rows == 8).for_rows(rows)
+        form = Form(bits, False).for_rows(rows)
         launch = choose(form, n, k, k // group, gated)
         assert 1 <= launch.blocks <= launch.outputs == (n // 2 if gated else n)
         assert launch.shared_bytes <= SHARED_BYTES
