@@ -191,11 +191,12 @@ def choose(rows: int, w: DeviceInt, dtype: torch.dtype) -> Form:
     """The form by the sizes, as measured on an H200."""
     batch = next(b for b in (16, 32, 64) if b >= min(rows, 64))
     batches, tiles = -(-rows // batch), -(-w.N // 64)
-    if batch == 64 and tiles * batches > MANY_TILES:
-        return _deep(form_of(w, dtype, batch, 2, 1), w, batches)
+    wide = _deep(form_of(w, dtype, batch, 2, 1), w, batches)
+    if batch == 64 and tiles * batches > MANY_TILES and wide.shared_bytes(w.K) <= SHARED_BYTES:
+        return wide
     most = max(1, min(8, -(-w.K // STAGE) // 2))
     parts = max(1, min(most, round(BLOCKS[batch] / (tiles * batches))))
-    return _deep(form_of(w, dtype, batch, 1, parts), w, batches)
+    return _fitting(form_of(w, dtype, batch, 1, parts), w, batches)
 
 
 def choose_experts(pairs: int, experts: int, w: DeviceInt, dtype: torch.dtype, gate: Gate | None) -> Form:
@@ -204,7 +205,13 @@ def choose_experts(pairs: int, experts: int, w: DeviceInt, dtype: torch.dtype, g
     batch = next(b for b in (8, 16, 32, 48, 64) if b >= min(most + most // 3, 64))
     tiles = max(1, w.N // experts // 64) * min(experts, pairs)
     parts = max(1, min(2 * PROCESSORS // tiles, 8, -(-w.K // STAGE) // 3))
-    return replace(_deep(form_of(w, dtype, batch, 1, parts, gate=gate), w), experts=True)
+    return replace(_fitting(form_of(w, dtype, batch, 1, parts, gate=gate), w), experts=True)
+
+
+def _fitting(form: Form, w: DeviceInt, batches: int = 1) -> Form:
+    """Of as few parts, from the form's own on, as have room for the scales of their columns."""
+    forms = (_deep(replace(form, parts=parts), w, batches) for parts in range(form.parts, 9))
+    return next(f for f in forms if f.parts == 8 or f.shared_bytes(w.K) <= SHARED_BYTES)
 
 
 def _deep(form: Form, w: DeviceInt, batches: int = 1) -> Form:

@@ -87,13 +87,19 @@ def test_every_form_of_the_cuda_kernel(rows, n, k, bits, group, kind, dtype, sha
     assert error(first, onto.double() + 0.5 * (x.double() @ w.dequantize(torch.float64).T)) < BOUND["cuda", dtype]
 
 
-def test_forms_fit_the_memory_of_a_block():
-    for rows in (9, 16, 40, 64, 128):
-        for n, k, bits, group in ((122753, 2304, 8, 32), (11520, 2304, 4, 128), (2304, 5760, 4, 32), (24, 64, 8, 64)):
-            words = torch.empty(n, k * bits // 32, dtype=torch.int32, device="meta")
-            scale = torch.empty(n, k // group, dtype=F16, device="meta")
-            w = DeviceInt(bits, group, words, scale, None, scale.float())
-            form = rows_cuda.choose(rows, w, BF16)
+@pytest.mark.parametrize("k", [64, 2304, 4096, 5760, 16384])
+@pytest.mark.parametrize(("bits", "group"), [(4, 32), (4, 128), (8, 32), (8, 64)])
+def test_forms_fit_the_memory_of_a_block(k, bits, group):
+    """The more groups, the more memory their scales, zeros and shifts take."""
+    if k % group:
+        pytest.skip("groups divide rows")
+    for n in (24, 2304, 11520, 32768, 73448, 122753):
+        words = torch.empty(n, k * bits // 32, dtype=torch.int32, device="meta")
+        scale = torch.empty(n, k // group, dtype=F16, device="meta")
+        w = DeviceInt(bits, group, words, scale, None, scale.float())
+        forms = [rows_cuda.choose(rows, w, BF16) for rows in (1, 9, 16, 40, 64, 128)]
+        forms += [rows_cuda.choose_experts(pairs, 8, w, BF16, None) for pairs in (1, 16, 128)]
+        for form in forms:
             assert form.shared_bytes(k) <= targets.SHARED_BYTES
             assert form.parts <= min(8, -(-k // rows_cuda.STAGE))
 
