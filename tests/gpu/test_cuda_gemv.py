@@ -81,6 +81,18 @@ def test_a_row_gives_the_same_beside_others() -> None:
     assert all(torch.equal(layer(x[i : i + 1]), together[i : i + 1]) for i in range(8))
 
 
+@pytest.mark.parametrize("broken", [torch.inf, torch.nan])
+@pytest.mark.parametrize("scheme", [None, SCHEMES[0], SCHEMES[4]], ids=lambda s: s.name if s else "plain")
+def test_a_broken_input_shows_in_its_row_alone(scheme: Scheme | None, broken: float) -> None:
+    layer, _ = layer_and_plain(scheme, 288, 576, torch.bfloat16)
+    x = inputs(3, 576, torch.bfloat16)
+    whole = layer(x)
+    x[1, 77] = broken
+    y = layer(x)
+    assert not y[1].isfinite().any()
+    assert torch.equal(y[::2], whole[::2])
+
+
 def test_unrounded_logits() -> None:
     layer, plain = layer_and_plain(Scheme("int", 8, 64), 1057, 576, torch.bfloat16)
     x = inputs(1, 576, torch.bfloat16)
