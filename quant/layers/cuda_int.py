@@ -42,7 +42,7 @@ class CUDAInt:
     def __call__(self, x: Tensor) -> Tensor:  # [T, K]
         if self.gemv and 0 < len(x) <= self.fused_rows:
             return self.gemv(x)
-        if len(x) <= self.packed_rows:
+        if 0 < len(x) <= self.packed_rows:
             return int_rows.product(x, self.packed, folder=self.folder)
         return functional.linear(x, self.dequantize())
 
@@ -64,7 +64,7 @@ class CUDAInt:
         """onto + alpha * W @ x for any number of rows; with `inplace`, `onto` may be overwritten by it."""
         if self.gemv and 0 < len(x) <= self.fused_rows:
             return self.gemv(x, onto=onto, alpha=alpha)
-        if len(x) <= self.packed_rows:
+        if 0 < len(x) <= self.packed_rows:
             return int_rows.product(x, self.packed, onto, alpha, self.folder)
         return torch.addmm(onto, x, self.dequantize().T, alpha=alpha, out=onto if inplace else None)
 

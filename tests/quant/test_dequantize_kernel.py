@@ -46,3 +46,16 @@ def test_a_scratch_of_another_shape_is_refused():
     w = packed(4, 64, 4, 32, "sym", "cpu")
     with pytest.raises(FormatError, match=r"\[4, 32\]"):
         dequantize(w, torch.float16, torch.empty(4, 32, dtype=torch.float16))
+
+
+def test_a_layer_without_rows_to_multiply(kernel_device):
+    """Also where no kernel takes the packed weights, as on GPUs before Hopper."""
+    from quant.layers.cuda_int import CUDAInt
+
+    layer = CUDAInt(packed(8, 32, 4, 32, "sym", kernel_device), torch.float16, compiled=False)
+    none = torch.zeros(0, 32, dtype=torch.float16, device=kernel_device)
+    assert layer(none).shape == (0, 8)
+    assert layer.added(none, none.new_zeros(0, 8), 1.0).shape == (0, 8)
+    layer.packed_rows = 0
+    assert layer(none).shape == (0, 8)
+    assert layer.added(none, none.new_zeros(0, 8), 1.0).shape == (0, 8)
