@@ -19,13 +19,13 @@ DEMO = (
 def open_llm(settings: Settings, terminal: Terminal) -> LanguageModel:
     """Fetches what is missing, loads the weights."""
     _say_demo(settings, terminal)
-    from minicpm_cli.llm.warm import warm_up, without_collector
+    from minicpm_cli.llm.warm import heard_interrupts, warm_up, without_collector
 
     warm_up(settings.options.device)
     with ProgressLine(terminal) as progress:
         files = _files(settings, progress)
         progress("loading " + files.name, 0, None)
-        with without_collector():
+        with heard_interrupts(), without_collector():
             from minicpm_cli.llm.prompter import Prompter
 
             prompter = Prompter.open(settings.options, files)  # needs no torch, which is being loaded meanwhile

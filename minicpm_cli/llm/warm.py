@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import signal
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 _DRIVER = "libcuda.so.1"
 _LIBRARIES = (("libtorch_global_deps.so", ctypes.RTLD_GLOBAL), ("libtorch.so", ctypes.DEFAULT_MODE))  # torch's order
@@ -39,6 +41,37 @@ def without_collector() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+@contextmanager
+def heard_interrupts() -> Iterator[None]:
+    """For imports: a Ctrl-C that one of them swallows, as torch's does while it looks for numpy, is raised at the end.
+
+    What it left half imported would fail later, with an error that tells nothing.
+    """
+    heard: list[int] = []
+
+    def note(number: int, frame: Any) -> None:
+        heard.append(number)
+        raise KeyboardInterrupt
+
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler or not _in_main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    except Exception:
+        if not heard:
+            raise
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if heard:
+        raise KeyboardInterrupt
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
 
 
 def _warm(device: str) -> None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from checkpoints import write_checkpoint
-from minicpm_cli.llm.warm import warm_up, without_collector
+from minicpm_cli.llm.warm import heard_interrupts, warm_up, without_collector
 
 NOT_NEEDED = {"transformers", "triton", "bitsandbytes", "huggingface_hub", "prompt_toolkit", "gguf", "pandas"}
 
@@ -69,3 +71,28 @@ def test_the_collector_comes_back() -> None:
         assert not gc.isenabled()
     assert gc.isenabled()
     gc.unfreeze()
+
+
+@pytest.mark.parametrize("then", [None, ImportError("cannot load module more than once per process")])
+def test_an_interrupt_that_an_import_swallows_is_one_all_the_same(then: Exception | None) -> None:
+    def imports() -> None:
+        with heard_interrupts():
+            with suppress(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+            if then:
+                raise then
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            imports()
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_an_error_without_an_interrupt_stays_what_it_is() -> None:
+    with pytest.raises(ImportError, match="no torch"), heard_interrupts():
+        raise ImportError("no torch")
+    with heard_interrupts():
+        pass
