@@ -175,6 +175,7 @@ class Engine:
         """Ends the requests of a step that the device had no memory for. Any other error goes on its way."""
         if not _is_out_of_memory(error):
             raise error
+        self.runner.settle()  # what was launched of it still reads its inputs
         if self.runner.device.type == "cuda":
             torch.cuda.empty_cache()
         seqs = [seq for seq in dict.fromkeys(chunk.seq for chunk in plan.chunks) if not seq.finished]

@@ -373,6 +373,23 @@ def test_out_of_memory_in_a_step_ends_what_it_ran(error: Exception, way: str) ->
     assert last(events, "d").finish == "length"
 
 
+def test_a_step_without_memory_is_over_before_the_next_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU a part of it may have been launched, and its inputs are not read yet."""
+    engine, _ = engine_of(max_seqs=2)
+    launch, settle, seen = engine.runner.launch, engine.runner.settle, list[str]()
+
+    def failing(plan: Any) -> Any:
+        seen.append("launch")
+        if len(seen) == 4:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return launch(plan)
+
+    monkeypatch.setattr(engine.runner, "launch", failing)
+    monkeypatch.setattr(engine.runner, "settle", lambda: (seen.append("settle"), settle()))
+    run_checked(engine, [request("a", prompt(6)), request("b", prompt(7)), OTHER])
+    assert seen[:6] == ["settle", *["launch"] * 3, "settle", "launch"]
+
+
 def test_any_other_error_of_the_model_is_raised_and_the_engine_stays_usable() -> None:
     engine, decoder = engine_of()
 
