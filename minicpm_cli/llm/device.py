@@ -19,18 +19,23 @@ _SMALLEST_CONTEXT, _LARGEST_CONTEXT = 32 << 20, 4 << 30  # other processes come 
 
 
 def choose_device(name: str) -> torch.device:
-    """`auto` is the GPU with most free memory, or the CPU where there is none. Raises DeviceError."""
+    """`auto` is the GPU with most free memory, or the CPU where there is none. Raises DeviceError.
+
+    The GPU becomes the current one: kernels that are not torch's are launched there.
+    """
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise DeviceError(f"--device {name}: {why_no_gpu()}. minicpm doctor says more; --device cpu runs on the CPU.")
     count = torch.cuda.device_count()
     if name in ("auto", "cuda"):
-        return torch.device("cuda", max(range(count), key=lambda i: torch.cuda.mem_get_info(i)[0]))
-    index = int(name.removeprefix("cuda:"))
+        index = max(range(count), key=lambda i: torch.cuda.mem_get_info(i)[0])
+    else:
+        index = int(name.removeprefix("cuda:"))
     if index >= count:
         here = ", ".join(f"cuda:{i} ({torch.cuda.get_device_name(i)})" for i in range(count))
         raise DeviceError(f"--device {name} does not exist. There are: {here}.")
+    torch.cuda.set_device(index)
     return torch.device("cuda", index)
 
 

@@ -132,7 +132,8 @@ def _disagreement(device: torch.device) -> str | None:
     x = torch.randn(16, 512, generator=g).to(device, torch.bfloat16)
     ref = x.double() @ w.dequantize(torch.float64).T
     try:
-        out = product(x, w, form=form_of(w, x.dtype, 16, 1, 2, 4))
+        with torch.cuda.device(device):
+            out = product(x, w, form=form_of(w, x.dtype, 16, 1, 2, 4))
     except nvrtc.KernelError as error:
         return str(error)
     off = float((out.double() - ref).norm() / ref.norm())

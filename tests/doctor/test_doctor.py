@@ -29,6 +29,7 @@ class Machine:
         self._folder.mkdir()
         monkeypatch.setenv("PATH", str(self._folder))
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        self.current: list[int] = []  # what was made the current GPU
         self.cuda(None)
         self.gpus([])
 
@@ -47,6 +48,7 @@ class Machine:
         self._patch.setattr(torch.cuda, "mem_get_info", lambda i: (free[i], 24 * 10**9))
         self._patch.setattr(torch.cuda, "get_device_name", lambda i: f"NVIDIA X{i}")
         self._patch.setattr(torch.cuda, "get_device_capability", lambda i: capability)
+        self._patch.setattr(torch.cuda, "set_device", self.current.append)
 
 
 @pytest.fixture
@@ -157,6 +159,7 @@ def test_the_device_with_most_free_memory(machine: Machine) -> None:
     assert choose_device("auto") == choose_device("cuda") == torch.device("cuda", 1)
     assert choose_device("cuda:2") == torch.device("cuda", 2)
     assert choose_device("cpu") == torch.device("cpu")
+    assert machine.current == [1, 1, 2], "what launches kernels past torch launches them there"
 
 
 def test_the_cpu_only_where_there_is_no_gpu(machine: Machine) -> None:
