@@ -78,25 +78,15 @@ def prefill(
     batch: ForwardBatch,
     scale: float,
     tile: Tile | None = None,
-    *,
-    first: int = 0,
-    out: Tensor | None = None,
 ) -> Tensor:  # [T, Hq, Dv]
-    """softmax(q k^T * scale) v, each token over its sequence up to itself; the new tokens are in the cache already.
-
-    The first `first` sequences are left out: their rows of `out` stay as they are.
-    """
+    """softmax(q k^T * scale) v, each token over its sequence up to itself; the new tokens are in the cache already."""
     (tokens, heads, dk), (kv_heads, dv) = q.shape, cache.v.shape[2:]
-    group, sequences = heads // kv_heads, len(batch.kv_len) - first
+    group, sequences = heads // kv_heads, len(batch.kv_len)
     tile = tile or tile_for(dk, dv, q.element_size(), cache.scales is not None)
-    if out is None:
-        out = torch.empty(tokens, heads, dv, device=q.device, dtype=q.dtype)
-    places = batch.q_start, batch.kv_len, batch.page_table
-    if first:
-        places = batch.q_start[first:], batch.kv_len[first:], batch.page_table[first:]
+    out = torch.empty(tokens, heads, dv, device=q.device, dtype=q.dtype)
     grid = kv_heads, tokens * group // tile.rows + sequences
     _prefill[grid](
-        q, cache.k, cache.v, cache.k_scale, cache.v_scale, out, *places,
+        q, cache.k, cache.v, cache.k_scale, cache.v_scale, out, batch.q_start, batch.kv_len, batch.page_table,
         sequences, scale * LOG2E, q.stride(0), q.stride(1), cache.k.stride(1), cache.k.stride(2),
         cache.k_scale.stride(1) if cache.k_scale is not None else 0, out.stride(0), dv, batch.page_table.stride(0),
         PAGE=batch.page_size, G=group, **split(dk, dv)._asdict(), SHARED=dv < dk, QUANTIZED=cache.scales is not None,
@@ -114,8 +104,8 @@ def _sequence_of(tile, q_start, sequences, G: tl.constexpr, ROWS: tl.constexpr):
         b = first + tl.arange(0, 64)
         start = tl.load(q_start + b, mask=b < sequences, other=0)
         count += tl.sum(((start * G // ROWS + b <= tile) & (b < sequences)).to(tl.int32))
-    b = count - 1  # -1 for the rows of sequences that are left out
-    first = tl.load(q_start + tl.maximum(b, 0))
+    b = count - 1  # the first tile of the first sequence is 0
+    first = tl.load(q_start + b)
     return b, first, tl.load(q_start + b + 1) - first, tile - (first * G // ROWS + b)
 
 
@@ -188,7 +178,7 @@ def _prefill(
     head = tl.program_id(0)
     tile = tl.num_programs(1) - 1 - tl.program_id(1)  # the longest rows first
     b, first_token, new, tile = _sequence_of(tile, q_start, sequences, G, ROWS)
-    if (b < 0) | (tile * ROWS >= new * G):
+    if tile * ROWS >= new * G:
         return
     length = tl.load(kv_len + b)
     rows = tile * ROWS + tl.arange(0, ROWS)
