@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from minicpm_cli.engine.memory_workspace import PLAIN, Form, Workspace, ends_bytes, step_bytes, workspace
+from minicpm_cli.engine.sequence import most_rows
 from minicpm_cli.errors import OutOfMemory
 from minicpm_cli.model.config import ModelConfig
 from minicpm_cli.units import size
@@ -32,7 +33,8 @@ class Demand:
 class MemoryOptions:
     """What the user asked for; None leaves it to the plan. `fraction` of the free bytes may be used.
 
-    `graphs`: decode steps are captured. `fixed`: bytes that the device's context will take.
+    `graphs`: decode steps are captured. `fixed`: bytes that the device's context will take. `lookup`: tokens that each
+    of a few sequences may have verified in a step.
     """
 
     context: int | None = None
@@ -43,6 +45,7 @@ class MemoryOptions:
     cpu: bool = False
     graphs: bool = False
     fixed: int = 0
+    lookup: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +141,7 @@ def survey_memory(demand: Demand, free_bytes: int, options: MemoryOptions) -> Me
         fixed=options.fixed,
         weights=demand.weights,
         ends=ends_bytes(cfg, demand.form.itemsize),
-        phases=workspace(cfg, tokens, seqs, demand.form, graphs=options.graphs),
+        phases=_workspace(demand, tokens, seqs, options),
         kv_per_token=demand.kv_token,
         page_size=page,
         pages=pages + 1,
@@ -183,9 +186,14 @@ def _halves(count: int) -> list[int]:
     return [count >> shift for shift in range(1, count.bit_length())]
 
 
+def _workspace(demand: Demand, tokens: int, seqs: int, options: MemoryOptions) -> Workspace:
+    rows = min(most_rows(seqs, options.lookup), tokens)
+    return workspace(demand.cfg, tokens, rows, demand.form, graphs=options.graphs)
+
+
 def _room(demand: Demand, budget: int, tokens: int, seqs: int, options: MemoryOptions) -> int:
     """Tokens of cache in whole pages, beside the dummy."""
-    work = workspace(demand.cfg, tokens, seqs, demand.form, graphs=options.graphs)
+    work = _workspace(demand, tokens, seqs, options)
     taken = options.fixed + max(demand.weights + max(work.running, work.load), 2 * ends_bytes(demand.cfg, 2))
     return max((budget - taken) // (demand.kv_token * options.page_size) - 1, 0) * options.page_size
 
@@ -208,7 +216,7 @@ def _problem(demand: Demand, budget: int, room: int, tokens: int, seqs: int, opt
     wanted = max(context, (options.max_seqs or 1) * min(LEAST_SEQ, context))
     if wanted <= room:
         return ""
-    work = workspace(demand.cfg, tokens, seqs, demand.form, graphs=options.graphs).running
+    work = _workspace(demand, tokens, seqs, options).running
     need = options.fixed + demand.weights + work + (wanted + options.page_size) * demand.kv_token
     what = "the model"
     if options.context and context == wanted:

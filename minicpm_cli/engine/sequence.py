@@ -12,6 +12,11 @@ from minicpm_cli.types import FinishReason, Logprob, SamplingParams, Timings, To
 SPECULATING = 4  # sequences at once; with more the weights are used well without
 
 
+def most_rows(max_seqs: int, lookup: int) -> int:
+    """Of decoding sequences and their drafts in a step."""
+    return max(max_seqs, min(max_seqs, SPECULATING) * (1 + lookup))
+
+
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Sizes of an engine. `pages` includes the dummy; a step computes at most `max_batch_tokens` tokens.
@@ -38,7 +43,7 @@ class EngineConfig:
     @property
     def rows(self) -> int:
         """The most rows of decoding sequences and their drafts in a step."""
-        return max(self.max_seqs, min(self.max_seqs, SPECULATING) * (1 + self.lookup))
+        return most_rows(self.max_seqs, self.lookup)
 
     @property
     def limit(self) -> int:

