@@ -1,4 +1,4 @@
-"""Packed products of a batch of rows in Triton, for GPUs and machines that cannot run the kernel in rows.cu.
+"""Packed products of a batch of rows in Triton, where the kernel in rows.cu is slower or cannot be compiled.
 
 The weights are read once and the tensor cores fed from registers; a matrix too small to fill the chip is cut along K.
 """
