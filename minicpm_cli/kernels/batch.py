@@ -22,7 +22,7 @@ class ForwardBatch:
     kv_len: Tensor  # [B] int32, tokens in the cache after this step
     page_table: Tensor  # [B, P] int32, padded with any valid page
     last: Tensor  # [S] int64, the rows whose logits are wanted
-    max_q: int  # the longest run of new tokens
+    max_q: int  # the longest run of new tokens; 1: the rows are of different sequences, none reads what another stores
     max_kv: int  # the longest kv_len
     page_size: int
     q_lens: tuple[int, ...]  # the same lengths on the host, for code that walks sequence by sequence

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from minicpm_cli.hub.files import ModelFiles
+from minicpm_cli.llm.demand import lookup_of
 from minicpm_cli.llm.llm import LLM
 from minicpm_cli.settings import LoadOptions
 from minicpm_cli.types import Message, Request
@@ -48,3 +49,13 @@ def test_only_where_it_is_asked_for(load) -> None:  # type: ignore[no-untyped-de
     assert load()._engine.config.lookup == 0
     assert load(lookup=None)._engine.config.lookup == 8
     assert load(lookup=3)._engine.config.lookup == 3
+
+
+@pytest.mark.parametrize(("asked", "cpu", "taken"), [(None, True, 8), (0, True, 0), (3, True, 3), (None, False, 0)])
+def test_where_tokens_are_looked_up(asked: int | None, cpu: bool, taken: int) -> None:
+    assert lookup_of(LoadOptions(lookup=asked), cpu=cpu) == taken
+
+
+def test_a_gpu_does_not_look_up_tokens() -> None:
+    """Its decode attention may not read what other rows of the same step store."""
+    assert lookup_of(LoadOptions(lookup=3), cpu=False) == 0
