@@ -217,6 +217,12 @@ def supported(weight: Tensor | DeviceInt, dtype: torch.dtype) -> bool:
     return weight.K % 32 == 0 and weight.group % 32 == 0 and aligned
 
 
+def straight(x: Tensor) -> Tensor:
+    """`x` as 16-byte accesses need it; one row of some columns is contiguous wherever it begins."""
+    fits = x.is_contiguous() and x.data_ptr() % ALIGNMENT == 0
+    return x if fits else x.clone(memory_format=torch.contiguous_format)
+
+
 class Gemv:
     """The products of one matrix with 1 to 8 rows, compiled when it is made."""
 
@@ -244,8 +250,7 @@ class Gemv:
         outputs = self.N // 2 if gate else self.N
         out = x.new_empty(x.shape[0], outputs, dtype=torch.float32 if float32_out else x.dtype)
         launcher, changing = self._launcher(self.form.for_rows(x.shape[0]), gate is not None)
-        inputs = x if x.is_contiguous() else x.contiguous()
-        base = None if onto is None else onto if onto.is_contiguous() else onto.contiguous()
+        inputs, base = straight(x), None if onto is None else straight(onto)
         set_call(changing, inputs, out, norm, gate, base, alpha)
         launcher(torch.cuda.current_stream(self.device).cuda_stream)
         return out

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from quant.kernels import nvrtc
-from quant.kernels.gemv import SHARED_BYTES, Form, choose
+from quant.kernels.gemv import ALIGNMENT, SHARED_BYTES, Form, choose, straight
 
 # 2B, 8B, 0.5B, 3-4B, a tiny one; the heads.
 SHAPES = [
@@ -68,3 +69,13 @@ def test_a_folder_that_cannot_be_written_is_no_error(compiled: list[str], tmp_pa
     (tmp_path / "file").touch()
     assert nvrtc.cached_cubin("a", (), "sm_90", tmp_path / "file") == b"A"
     assert nvrtc.cached_cubin("a", (), "sm_90", None) == b"A"
+
+
+def test_inputs_that_lie_askew_are_copied() -> None:
+    whole = torch.randn(1, 64).bfloat16()
+    for part in (whole[:, 3:35], whole[:, ::2], torch.randn(32, 4).bfloat16().T):
+        found = straight(part)
+        assert torch.equal(found, part)
+        assert found.is_contiguous()
+        assert found.data_ptr() % ALIGNMENT == 0
+    assert straight(whole[:, 8:40]).data_ptr() == whole[:, 8:40].data_ptr()
