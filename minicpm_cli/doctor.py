@@ -19,8 +19,17 @@ from minicpm_cli.hub.files import size_text
 from minicpm_cli.settings import Settings, visible_devices
 
 Status = Literal["ok", "warn", "fail"]
-LIBRARIES = ("transformers", "tokenizers", "safetensors", "gguf", "huggingface_hub", "triton", "bitsandbytes")
-GPU_ONLY = ("triton", "bitsandbytes")
+LIBRARIES = (
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "gguf",
+    "huggingface_hub",
+    "triton",
+    "cuda-bindings",
+    "bitsandbytes",
+)
+GPU_ONLY = ("triton", "cuda-bindings", "bitsandbytes")
 # CUDA major version -> oldest Linux driver under its minor-version compatibility (NVIDIA, CUDA Compatibility).
 OLDEST_DRIVERS = MappingProxyType({"11": 450, "12": 525, "13": 580})
 LITTLE_DISK = 2 * 10**9  # bytes; less than the smallest MiniCPM needs
