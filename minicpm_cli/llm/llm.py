@@ -161,6 +161,8 @@ def _notes(options: LoadOptions, cfg: ModelConfig, trained: int, device: torch.d
     notes = list(cfg.notes)
     if options.device == "auto" and device.type == "cpu":
         notes.append(f"no GPU can be used, so this runs on the CPU: {why_no_gpu()}")
+    if device.type != "cpu" and options.lookup:
+        notes.append(f"prompt lookup runs on a CPU only in this version: --lookup {options.lookup} does nothing here")
     if cfg.context > trained:
         notes.append(f"the model was made for {trained} tokens; with --ctx {cfg.context}, expect worse answers beyond")
     return tuple(notes)

@@ -6,10 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from minicpm_cli.bench.shapes import raw_config
 from minicpm_cli.hub.files import ModelFiles
 from minicpm_cli.llm.demand import lookup_of
-from minicpm_cli.llm.llm import LLM
+from minicpm_cli.llm.llm import LLM, _notes
+from minicpm_cli.model.config import ModelConfig
 from minicpm_cli.settings import LoadOptions
 from minicpm_cli.types import Message, Request
 
@@ -59,3 +62,10 @@ def test_where_tokens_are_looked_up(asked: int | None, cpu: bool, taken: int) ->
 def test_a_gpu_does_not_look_up_tokens() -> None:
     """Its decode attention may not read what other rows of the same step store."""
     assert lookup_of(LoadOptions(lookup=3), cpu=False) == 0
+
+
+def test_a_gpu_says_that_it_does_not_look_up() -> None:
+    cfg, gpu = ModelConfig.from_hf(raw_config("minicpm5-1b")), torch.device("cuda")
+    asked = [_notes(LoadOptions("demo", lookup=n), cfg, cfg.context, gpu) for n in (None, 0, 6)]
+    assert asked[0] == asked[1] == cfg.notes
+    assert "--lookup 6 does nothing here" in asked[2][-1]
