@@ -175,7 +175,4 @@ def _launcher(form: Form, rows: int, device: torch.device, folder: Path | None) 
 @functools.cache
 def kernel(form: Form, device: torch.device, folder: Path | None) -> nvrtc.Kernel:
     """Compiled or read from `folder` once a process and device."""
-    major, minor = torch.cuda.get_device_capability(device)
-    with torch.cuda.device(device):
-        cubin = nvrtc.cached_cubin(form.source, form.options, f"sm_{major}{minor}", folder)
-        return nvrtc.load(cubin, "attention_decode", SHARED_BYTES)
+    return nvrtc.build("attention_decode", form.source, form.options, device, SHARED_BYTES, folder)

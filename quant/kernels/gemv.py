@@ -12,6 +12,7 @@ from torch import Tensor
 
 from quant.kernels import nvrtc
 from quant.kernels.layout import DeviceInt
+from quant.kernels.targets import SHARED_BYTES
 from quant.layers.around import Gate, Norm
 
 FOLDER = Path(__file__).parent
@@ -25,7 +26,6 @@ MOST_BLOCK_ROWS = 128
 HEAD_ROWS = 1 << 16
 LONG_ROW = 4096
 ALIGNMENT = 16  # bytes of an access
-SHARED_BYTES = 227 << 10  # that a block may have on Hopper
 BLOCK_BYTES = 160 << 10  # that it is given before its share of the outputs is halved
 
 
@@ -271,7 +271,4 @@ class Gemv:
 @functools.cache
 def kernel(form: Form, device: torch.device, folder: Path | None) -> nvrtc.Kernel:
     """Compiled or read from `folder` once a process and device."""
-    major, minor = torch.cuda.get_device_capability(device)
-    with torch.cuda.device(device):
-        cubin = nvrtc.cached_cubin(form.source, form.options, f"sm_{major}{minor}", folder)
-        return nvrtc.load(cubin, "gemv", SHARED_BYTES)
+    return nvrtc.build("gemv", form.source, form.options, device, SHARED_BYTES, folder)

@@ -158,6 +158,25 @@ class Launcher:
             raise KernelError(f"CUDA refused to launch a kernel: {status!r}")
 
 
+def build(
+    name: str,
+    source: str,
+    options: Sequence[str],
+    device: torch.device,
+    shared_bytes: int,
+    folder: Path | None,
+    feature: str = "",
+) -> Kernel:
+    """The function `name` of `source` for `device`, compiled or read from `folder`.
+
+    `feature` is "a" for instructions that only this very architecture has.
+    """
+    major, minor = torch.cuda.get_device_capability(device)
+    with torch.cuda.device(device):
+        torch.zeros(1, device=device)  # makes the device's context current in this thread
+        return load(cached_cubin(source, options, f"sm_{major}{minor}{feature}", folder), name, shared_bytes)
+
+
 def load(cubin: bytes, name: str, shared_bytes: int) -> Kernel:
     """The function `name`, allowed to use `shared_bytes` a block, in the context that torch uses."""
     from cuda.bindings import driver

@@ -12,14 +12,13 @@ import torch
 from torch import Tensor
 
 from quant.kernels import nvrtc, targets
+from quant.kernels.gemv import GATES, SCALES
 from quant.kernels.layout import DeviceInt
 from quant.kernels.targets import SHARED_BYTES
 from quant.layers.around import Gate
 
 SOURCE = Path(__file__).with_name("rows.cu")
 INSTRUCTIONS = Path(__file__).with_name("rows_ptx.cu")
-SCALES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
-GATES = {"silu": 1, "relu": 2}
 STAGE = 128  # columns
 PROCESSOR_BYTES = 228 << 10
 BLOCK_BYTES = 110 << 10  # that it is given, so that another finds room beside it
@@ -264,7 +263,4 @@ def _launcher(
 @functools.cache
 def kernel(form: Form, device: torch.device, folder: Path | None) -> nvrtc.Kernel:
     """Compiled or read from `folder` once a process and device."""
-    torch.zeros(1, device=device)  # makes the device's context current in this thread
-    with torch.cuda.device(device):
-        cubin = nvrtc.cached_cubin(source(form), form.options, "sm_90a", folder)
-        return nvrtc.load(cubin, "rows", SHARED_BYTES)
+    return nvrtc.build("rows", source(form), form.options, device, SHARED_BYTES, folder, feature="a")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 
 from quant.kernels import nvrtc
-from quant.kernels.gemv import ALIGNMENT, SHARED_BYTES, Form, choose, straight
+from quant.kernels.gemv import ALIGNMENT, Form, choose, straight
+from quant.kernels.targets import SHARED_BYTES
 
 # 2B, 8B, 0.5B, 3-4B, a tiny one; the heads.
 SHAPES = [
@@ -79,3 +81,19 @@ def test_inputs_that_lie_askew_are_copied() -> None:
         assert found.is_contiguous()
         assert found.data_ptr() % ALIGNMENT == 0
     assert straight(whole[:, 8:40]).data_ptr() == whole[:, 8:40].data_ptr()
+
+
+def test_a_kernel_is_built_for_its_own_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    current, asked = [], []
+    monkeypatch.setattr(
+        torch.cuda, "get_device_capability", lambda device: {"cuda:0": (9, 0), "cuda:1": (8, 6)}[device]
+    )
+    monkeypatch.setattr(torch.cuda, "device", lambda device: current.append(device) or nullcontext())
+    monkeypatch.setattr(torch, "zeros", lambda n, device: current.append(device))
+    monkeypatch.setattr(nvrtc, "cached_cubin", lambda *given: asked.append(given) or b"code")
+    monkeypatch.setattr(nvrtc, "load", lambda *given: given)
+    for device, feature in (("cuda:0", "a"), ("cuda:1", "")):
+        built = nvrtc.build("f", "text", ("-DX",), device, 99, tmp_path, feature)  # type: ignore[arg-type]
+        assert built == (b"code", "f", 99)
+    assert asked == [("text", ("-DX",), arch, tmp_path) for arch in ("sm_90a", "sm_86")]
+    assert current == ["cuda:0", "cuda:0", "cuda:1", "cuda:1"]
