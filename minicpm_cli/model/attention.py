@@ -19,7 +19,7 @@ class GroupedAttention:
 
     def __init__(self, cfg: ModelConfig, weights: Weights, prefix: str, ops: Ops) -> None:
         h, d = cfg.hidden_size, cfg.head_dim
-        self.heads, self.kv_heads, self.head_dim = cfg.heads, cfg.kv_heads, d
+        self.heads, self.head_dim = cfg.heads, d
         self.scale, self.ops = cfg.attention_scale, ops
         self.qkv = weights.linear(
             (f"{prefix}.q_proj.weight", cfg.heads * d, h),
