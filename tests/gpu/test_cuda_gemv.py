@@ -17,7 +17,7 @@ from quant.rtn import rtn
 from quant.scheme import Scheme
 from steps import relative_error
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]  # many kernels are compiled, and float64 weights multiplied
 CUDA = torch.device("cuda")
 ROUNDING = {torch.bfloat16: 4e-3, torch.float16: 8e-4}
 # Odd rows, a vocabulary's rows, columns that no step divides.
