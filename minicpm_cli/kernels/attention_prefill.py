@@ -1,7 +1,8 @@
 """Causal attention of many sequences' new tokens over their pages, in one launch and without a host sync.
 
 The query heads that share a key head are rows of one tile (row r of a sequence is token r // G, head r % G), so that a
-few new tokens after a long prefix fill a tile, too. Blocks of keys below the diagonal take no mask.
+few new tokens after a long prefix fill a tile, too. Blocks of keys below the diagonal take no mask. Where all pages
+are consecutive, which they are until memory has been used and freed for a while, no page is looked up.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def prefill(
         cache.k_scale.stride(1) if cache.k_scale is not None else 0, out.stride(0), dv, batch.page_table.stride(0),
         PAGE=batch.page_size, G=group, **split(dk, dv)._asdict(), SHARED=dv < dk, QUANTIZED=cache.scales is not None,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", ROWS=tile.rows, KEYS=tile.keys,
-        num_warps=tile.warps, num_stages=tile.stages,
+        RUN=bool(batch.runs) and min(batch.runs) >= 0, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out
 
@@ -123,17 +124,22 @@ def _blocks(
     acc, acc_rest, peak, total, q_wide, q_rest, positions, begin, end, length,
     k, v, k_scale, v_scale, table, scale, slot_stride, scale_stride,
     PAGE: tl.constexpr, wide: tl.constexpr, wide_pad: tl.constexpr, rest: tl.constexpr, rest_pad: tl.constexpr,
-    SHARED: tl.constexpr, QUANTIZED: tl.constexpr, PRECISION: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr,
+    SHARED: tl.constexpr, QUANTIZED: tl.constexpr, PRECISION: tl.constexpr, KEYS: tl.constexpr, RUN: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
     """One pass of online softmax (Milakov and Gimelshein 2018) over the keys begin:end."""
+    run = tl.load(table).to(tl.int64) * PAGE
     for first in range(begin, end, KEYS):
         columns = first + tl.arange(0, KEYS)
-        valid = columns < length
-        if MASKED:  # a stale page may hold NaN, which a weight of 0 would not stop
-            page = tl.load(table + columns // PAGE, mask=valid, other=0)
+        valid = columns < length  # what lies behind may be NaN, which a weight of 0 would not stop
+        if RUN:
+            slots = run + columns
         else:
-            page = tl.load(table + columns // PAGE)
-        slots = page.to(tl.int64) * PAGE + columns % PAGE
+            if MASKED:
+                page = tl.load(table + columns // PAGE, mask=valid, other=0)
+            else:
+                page = tl.load(table + columns // PAGE)
+            slots = page.to(tl.int64) * PAGE + columns % PAGE
         offsets = slots * slot_stride
         k_wide = _part(k, offsets, valid, wide, wide_pad, MASKED).to(q_wide.dtype)
         scores = tl.dot(q_wide, k_wide.T, input_precision=PRECISION)
@@ -173,7 +179,7 @@ def _prefill(
     sequences, scale, q_stride, q_head, slot_stride, kv_head_stride, scale_stride, out_stride, dv, table_stride,
     PAGE: tl.constexpr, G: tl.constexpr, wide: tl.constexpr, wide_pad: tl.constexpr, rest: tl.constexpr,
     rest_pad: tl.constexpr, SHARED: tl.constexpr, QUANTIZED: tl.constexpr, PRECISION: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
     tile = tl.num_programs(1) - 1 - tl.program_id(1)  # the longest rows first
@@ -207,12 +213,12 @@ def _prefill(
     acc, acc_rest, peak, total = _blocks(
         acc, acc_rest, peak, total, q_wide, q_rest, positions, 0, full, length,
         k, v, k_scale, v_scale, table, scale, slot_stride, scale_stride,
-        PAGE, wide, wide_pad, rest, rest_pad, SHARED, QUANTIZED, PRECISION, KEYS, False,
+        PAGE, wide, wide_pad, rest, rest_pad, SHARED, QUANTIZED, PRECISION, KEYS, RUN, False,
     )  # fmt: skip
     acc, acc_rest, peak, total = _blocks(
         acc, acc_rest, peak, total, q_wide, q_rest, positions, full, end, length,
         k, v, k_scale, v_scale, table, scale, slot_stride, scale_stride,
-        PAGE, wide, wide_pad, rest, rest_pad, SHARED, QUANTIZED, PRECISION, KEYS, True,
+        PAGE, wide, wide_pad, rest, rest_pad, SHARED, QUANTIZED, PRECISION, KEYS, RUN, True,
     )  # fmt: skip
 
     out_offsets = (first_token + token).to(tl.int64) * out_stride + (head * G + rows % G) * dv

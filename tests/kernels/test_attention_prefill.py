@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -39,14 +41,19 @@ def dtypes(device: str) -> tuple[torch.dtype, ...]:
 
 
 def paged(
-    runs: list[tuple[int, int]], heads: Heads, dtype: torch.dtype, device: str, codes: torch.dtype | None
+    runs: list[tuple[int, int]],
+    heads: Heads,
+    dtype: torch.dtype,
+    device: str,
+    codes: torch.dtype | None,
+    shuffled: bool = True,
 ) -> tuple[LayerCache, ForwardBatch, Tensor]:
     """A cache of random rows for `runs` of (new, before) tokens, its batch, and its values [pages * PAGE, C, Dk]."""
     _, hkv, dk, dv = heads
     lengths = [new + before for new, before in runs]
     count = sum(-(-length // PAGE) for length in lengths) + 3
     generator = torch.Generator().manual_seed(len(runs))
-    free = iter(torch.randperm(count, generator=generator).tolist())
+    free = iter(torch.randperm(count, generator=generator).tolist() if shuffled else range(1, count))
     tables = [[next(free) for _ in range(-(-length // PAGE))] for length in lengths]
     rows = torch.full((count * PAGE, 1 if dv < dk else 2 * hkv, dk), torch.nan)
     for table, length in zip(tables, lengths, strict=True):
@@ -115,6 +122,25 @@ def test_prefill_of_an_8_bit_cache(shape: str, codes: torch.dtype, kernel_device
         q = queries(batch, heads, dtype)
         out = prefill(q, cache, batch, 0.2, SMALL)
         assert relative_error(out, exact(q, values, batch, heads, 0.2)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("codes", [None, torch.int8])
+def test_pages_in_a_row_are_read_without_a_table(codes: torch.dtype | None, kernel_device: str) -> None:
+    heads = HEADS["two parts"]
+    for dtype in dtypes(kernel_device):
+        cache, batch, values = paged(MIXES["many"], heads, dtype, kernel_device, codes, shuffled=False)
+        assert min(batch.runs) >= 1
+        batch.page_table[:, 1:] = 0  # not looked at, then
+        q = queries(batch, heads, dtype)
+        out = prefill(q, cache, batch, 0.2, SMALL)
+        again = forward_batch(
+            [([0] * new, before) for new, before in MIXES["many"]],
+            [list(range(run, run + -(-length // PAGE))) for run, length in zip(batch.runs, batch.kv_lens, strict=True)],
+            PAGE,
+            q.device,
+        )
+        assert relative_error(out, exact(q, values, again, heads, 0.2)) < TOLERANCE[dtype]
+        assert torch.equal(out, prefill(q, cache, replace(again, runs=()), 0.2, SMALL))
 
 
 def test_rows_are_the_same_in_any_company(kernel_device: str) -> None:
