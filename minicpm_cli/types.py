@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, Protocol
 
@@ -94,12 +94,17 @@ class Logprob:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a user asks: a conversation, or a raw prompt when `messages` is a string."""
+    """What a user asks: a conversation, or a raw prompt when `messages` is a string.
+
+    `ids` are the prompt's tokens where it was encoded ahead of its turn, `channel` is where its answer begins then.
+    """
 
     id: str
     messages: tuple[Message, ...] | str
     params: SamplingParams = field(default_factory=SamplingParams)
     prefill: str = ""
+    ids: Sequence[int] | None = None
+    channel: Channel = "answer"
 
 
 @dataclass(frozen=True, slots=True)

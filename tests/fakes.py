@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import re
 import time
+import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from minicpm_cli.errors import ContextOverflow, MinicpmError
-from minicpm_cli.llm.info import LLMInfo, Speculated
+from minicpm_cli.llm.info import LLMInfo, Speculated, Totals
 from minicpm_cli.types import Event, FinishReason, Message, Request, SamplingParams, Timings, Usage
 
 _WORD = re.compile(r"\s*\S+|\s+")
@@ -56,10 +57,15 @@ class FakeLLM:
     aborted: list[str] = field(default_factory=list)
     closed: bool = False
     speculated: Speculated = field(default_factory=Speculated)
+    totals: Totals = field(default_factory=Totals)
 
     @property
     def info(self) -> LLMInfo:
         return LLMInfo("fake", self.context, device="cpu", max_seqs=self.seats, load_seconds=0.25, notes=self.notes)
+
+    def encoded(self, request: Request) -> Request:
+        """Equal words are equal tokens, so that prompts share prefixes as their texts do."""
+        return replace(request, ids=[zlib.crc32(word.encode()) for word in words(rendered(request))])
 
     def prompt(self, request: Request) -> list[int]:
         return list(range(len(words(rendered(request)))))
@@ -85,6 +91,7 @@ class FakeLLM:
                     event = next(events)
                     if event.finish is not None:
                         del running[ident]
+                    self._count(event)
                     yield event
         finally:
             self.aborted += running
@@ -93,6 +100,13 @@ class FakeLLM:
 
     def close(self) -> None:
         self.closed = True
+
+    def _count(self, event: Event) -> None:
+        prompt = event.usage.prompt_tokens if event.usage else 0
+        totals, words_ = self.totals, bool(event.text)
+        self.totals = replace(
+            totals, prompt_tokens=totals.prompt_tokens + prompt, generated_tokens=totals.generated_tokens + words_
+        )
 
     def _events(self, request: Request) -> Iterator[Event]:
         error = self.fail(request) or self._overflow(request)

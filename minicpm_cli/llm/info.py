@@ -48,6 +48,19 @@ class Speculated:
         return self.accepted / self.drafts if self.drafts else 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Tokens since the model was loaded, those of requests that still run among them.
+
+    `gpu_peak_bytes` is the most that torch has held of the GPU's memory, None on a CPU.
+    """
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    gpu_peak_bytes: int | None = None
+
+
 class Prompts(Protocol):
     """What turns a request into the tokens that the model reads; it needs no weights."""
 
@@ -72,6 +85,15 @@ class LanguageModel(Prompts, Protocol):
     @property
     def speculated(self) -> Speculated:
         """Of all requests so far."""
+        ...
+
+    @property
+    def totals(self) -> Totals:
+        """Cheap enough to be asked ten times a second, from any thread."""
+        ...
+
+    def encoded(self, request: Request) -> Request:
+        """`request` with its tokens, which `stream` need not make any more. From any thread. Raises as `prompt`."""
         ...
 
     def stream(self, requests: Iterable[Request | None]) -> Generator[Event]:

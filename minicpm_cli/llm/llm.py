@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
@@ -19,7 +20,7 @@ from minicpm_cli.errors import MinicpmError
 from minicpm_cli.hub.files import ModelFiles
 from minicpm_cli.llm.checkpoint import KERNELS
 from minicpm_cli.llm.device import choose_device, choose_dtype, dtype_name
-from minicpm_cli.llm.info import LLMInfo, Speculated
+from minicpm_cli.llm.info import LLMInfo, Speculated, Totals
 from minicpm_cli.llm.opening import Opened, open_engine, plan_engine, refuse_later
 from minicpm_cli.llm.prompter import Prompter
 from minicpm_cli.llm.watch import Watch
@@ -78,6 +79,16 @@ class LLM:
         stats = self._engine.stats
         return Speculated(stats.drafts, stats.proposed_tokens, stats.accepted_tokens)
 
+    @property
+    def totals(self) -> Totals:
+        stats = self._engine.stats
+        peak = None if self._watch is None else self._watch.gpu_peak_bytes
+        return Totals(stats.prompt_tokens, stats.cached_tokens, stats.generated_tokens, peak)
+
+    def encoded(self, request: Request) -> Request:
+        prompt = self._prompter.build(request)
+        return replace(request, ids=array("I", prompt.ids), channel=prompt.channel)
+
     def prompt(self, request: Request) -> list[int]:
         return self._prompter.prompt(request)
 
@@ -121,11 +132,11 @@ class LLM:
             yield engine_request
 
     def _admit(self, request: Request) -> tuple[EngineRequest, _Running]:
-        prompt, params = self._prompter.build(request), request.params
+        prompt, params = request if request.ids is not None else self.encoded(request), request.params
         seed = secrets.randbits(SEED_BITS) if params.seed is None else params.seed
         sink = TextSink(self._prompter.tokenizer, params.stop, prompt.channel)
         engine_request = EngineRequest(
-            request.id, tuple(prompt.ids), params, seed, eos_ids=self._prompter.eos_ids, sink=sink
+            request.id, tuple(prompt.ids or ()), params, seed, eos_ids=self._prompter.eos_ids, sink=sink
         )
         return engine_request, _Running(request.id, sink, seed)
 

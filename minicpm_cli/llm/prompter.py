@@ -13,6 +13,9 @@ from minicpm_cli.text.template import ChatTemplate, Prompt, build_prompt, load_t
 from minicpm_cli.text.tokenizer import Tokenizer, load_tokenizer
 from minicpm_cli.types import Request, SamplingParams
 
+# The tokenizer takes 0.4 s and 100 MB for a million characters: what is hopelessly too long is not given to it.
+_CERTAINLY = 2  # as many characters as this times what the context could hold at the most
+
 _LATER = ("schema", "regex", "think_budget")
 
 
@@ -45,6 +48,7 @@ class Prompter:
 
     def build(self, request: Request) -> Prompt:
         """Raises RequestError or TemplateError."""
+        self._refuse_hopeless(request)
         for name in _LATER:
             if getattr(request.params, name) is not None:
                 raise RequestError("bad_parameter", f"{name} is not supported in this version; leave it out")
@@ -55,6 +59,17 @@ class Prompter:
         return build_prompt(
             self.tokenizer, self._template, request.messages, think=request.params.think, prefill=request.prefill
         )
+
+    def _refuse_hopeless(self, request: Request) -> None:
+        asked = request.messages
+        texts = (asked,) if isinstance(asked, str) else [turn.content.strip() for turn in asked]
+        length, context = sum(map(len, texts)), self.checkpoint.cfg.context
+        if length > _CERTAINLY * context and length > _CERTAINLY * context * self.tokenizer.longest_piece:
+            raise RequestError(
+                "context_overflow",
+                f"the prompt has {length:,} characters, which can never be the {context} tokens of the context. "
+                "Shorten it.",
+            )
 
     def prompt(self, request: Request) -> list[int]:
         return self.build(request).ids

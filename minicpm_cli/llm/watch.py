@@ -51,6 +51,14 @@ class Watch:
             if phase in peaks and taken
         ]
 
+    @property
+    def gpu_peak_bytes(self) -> int | None:
+        """The most that torch's allocator has held; the meter starts its mark anew with each phase."""
+        if self._device.type != "cuda":
+            return None
+        past = max((reserved for _, reserved in self._meter.peaks.values()), default=0)
+        return max(past, torch.cuda.max_memory_reserved(self._device))
+
     def close(self) -> None:
         """The run is over: its line in the ledger."""
         if self._ledger is not None:

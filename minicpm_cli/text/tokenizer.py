@@ -80,6 +80,11 @@ class Tokenizer:
         """The raw bytes of one token; empty for an id beyond the vocabulary (models pad their output rows)."""
         return self._pieces[ident] if 0 <= ident < len(self._pieces) else b""
 
+    @property
+    def longest_piece(self) -> int:
+        """Bytes of the longest token."""
+        return max(map(len, self._pieces))
+
     def piece_text(self, ident: int) -> str:
         """A token for people to read: part of a character shows as \\xNN."""
         return self.piece(ident).decode("utf-8", "backslashreplace")

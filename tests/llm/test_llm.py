@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,25 @@ def test_bad_requests_fail_alone(load) -> None:
     assert isinstance(last["later"].error, RequestError)
     assert last["good"].error is None
     assert set(last) == {"long", "role", "good", "later", "empty"}
+
+
+def test_a_request_may_be_encoded_ahead_of_its_turn(load, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = load()
+    ahead = [llm.encoded(ask(str(n), (Message("user", "hello " * n),), temperature=0.8)) for n in range(1, 5)]
+    assert [list(request.ids or ()) for request in ahead] == [llm.prompt(replace(r, ids=None)) for r in ahead]
+    later = list(llm.stream([replace(request, ids=None) for request in ahead]))
+    monkeypatch.setattr(llm._prompter, "build", None)
+    assert [text(list(llm.stream([r])), r.id) for r in ahead] == [text(later, r.id) for r in ahead]
+    assert llm.totals.generated_tokens == 8 * 12
+    assert llm.totals.gpu_peak_bytes is None
+
+
+def test_what_can_never_fit_is_not_tokenized(load, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = load()
+    monkeypatch.setattr(llm._prompter.tokenizer, "encode_named", None)
+    with pytest.raises(RequestError, match="can never be") as refused:
+        llm.encoded(ask("a", (Message("user", "x" * 50_000_000),)))
+    assert refused.value.code == "context_overflow"
 
 
 def test_a_stream_of_nothing_but_bad_requests_ends(load) -> None:
