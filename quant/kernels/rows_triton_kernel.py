@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from quant.kernels.dequantize import spread
+from quant.kernels.dequantize_triton import spread
 
 # The weights are the left operand of the tensor cores, which they enter from registers; there, lane l of a warp holds
 # the neighbours 2 * (l % 4) and the next of every eight columns. Each lane therefore loads the whole word and shifts

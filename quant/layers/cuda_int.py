@@ -69,4 +69,4 @@ class CUDAInt:
         return torch.addmm(onto, x, self.dequantize().T, alpha=alpha, out=onto if inplace else None)
 
     def dequantize(self) -> Tensor:  # [N, K]
-        return dequantize(self.packed, self.dtype)
+        return dequantize(self.packed, self.dtype, folder=self.folder)
