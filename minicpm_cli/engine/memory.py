@@ -194,7 +194,9 @@ def _workspace(demand: Demand, tokens: int, seqs: int, options: MemoryOptions) -
 def _room(demand: Demand, budget: int, tokens: int, seqs: int, options: MemoryOptions) -> int:
     """Tokens of cache in whole pages, beside the dummy."""
     work = _workspace(demand, tokens, seqs, options)
-    taken = options.fixed + max(demand.weights + max(work.running, work.load), 2 * ends_bytes(demand.cfg, 2))
+    taken = options.fixed + max(
+        demand.weights + max(work.running, work.load), 2 * ends_bytes(demand.cfg, demand.form.itemsize)
+    )
     return max((budget - taken) // (demand.kv_token * options.page_size) - 1, 0) * options.page_size
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 from minicpm_cli.engine.memory import Demand, MemoryOptions, MemoryPlan, plan_memory, survey_memory, what_would_fit
-from minicpm_cli.engine.memory_workspace import step_bytes
+from minicpm_cli.engine.memory_workspace import Form, step_bytes
 from minicpm_cli.errors import OutOfMemory
 from minicpm_cli.model.config import ModelConfig, RopeConfig
 
@@ -172,3 +173,15 @@ def test_planning_needs_no_torch() -> None:
         "minicpm_cli.engine.stats; assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_embedding_and_head_of_float32_have_room_while_they_are_placed() -> None:
+    """A model that is little else: what is loaded first takes more than all that runs later."""
+    cfg = replace(CFG, layers=1, tie=False)
+    ends = 2 * 4 * cfg.vocab * cfg.hidden_size
+    demand = Demand(cfg, weights=ends + (32 << 20), kv_token=2 * KV, form=Form(itemsize=4))
+    got = survey_memory(
+        demand, int(2 * ends + (64 << 20)), MemoryOptions(fraction=1.0, max_seqs=1, max_batch_tokens=16)
+    )
+    assert got.peaks["load"] == 2 * ends
+    assert got.peaks["load"] + got.cache <= got.budget
