@@ -50,7 +50,7 @@ def plan(
     from minicpm_cli.llm.survey import place_of, survey
 
     invocation: Invocation = context.obj
-    settings = invocation.configure(flags if name is None else flags | {"model": name})
+    settings = invocation.configure(_named(flags, name))
     options = settings.options
     room = None if free is None else free_size(free)
     with ProgressLine(invocation.terminal) as progress, headers(options.model, settings, progress) as (files, fetch):
@@ -65,6 +65,14 @@ def plan(
         return 0
     invocation.terminal.line(f"minicpm: does not fit: {found.plan.problem}")
     return _MEMORY_EXIT
+
+
+def _named(flags: Flags, name: str | None) -> Flags:
+    """The flags with the model that the argument names. Raises UsageError if an option names another one."""
+    for option, key in (("--model", "model"), ("--model-path", "model_path")):
+        if name is not None and flags[key] not in (None, name):
+            raise UsageError(f"the argument names the model {name}, {option} names {flags[key]}; give one of the two")
+    return flags if name is None else flags | {"model": name}
 
 
 def free_size(text: str) -> int:

@@ -51,6 +51,15 @@ def test_the_model_may_be_an_argument_or_an_option(cli, model: Path) -> None:
     assert "BF16" in rows["files"]
 
 
+@pytest.mark.parametrize("option", ["-m", "--model-path"])
+def test_two_different_models_are_refused(cli, model: Path, option: str) -> None:
+    done = cli("plan", str(model), option, "other", "--free", "8GB")
+    assert done.code == 2
+    assert str(model) in done.err
+    assert "other" in done.err
+    assert cli("plan", str(model), option, str(model), "--free", "8GB").code == 0
+
+
 def test_options_change_what_is_counted(cli, model: Path) -> None:
     plain = record_of(cli, str(model), "--free", "8GB")
     eight = record_of(cli, str(model), "--free", "8GB", "--quantize", "w8")
