@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from minicpm_cli.engine.memory_workspace import PLAIN, Form, Workspace, ends_bytes, step_bytes, workspace
 from minicpm_cli.engine.sequence import most_rows
-from minicpm_cli.errors import OutOfMemory
+from minicpm_cli.errors import OutOfMemory, UsageError
 from minicpm_cli.model.config import ModelConfig
 from minicpm_cli.units import size
 
@@ -114,7 +114,8 @@ class MemoryPlan:
 def plan_memory(demand: Demand, free_bytes: int, options: MemoryOptions) -> MemoryPlan:
     """Sizes an engine for `free_bytes`, the memory that is free before the weights are loaded.
 
-    Raises OutOfMemory when the model, or a context or number of sequences that was asked for, does not fit.
+    Raises OutOfMemory when the model, or a context or number of sequences that was asked for, does not fit, and
+    UsageError for more sequences than tokens of a step.
     """
     plan = survey_memory(demand, free_bytes, options)
     if plan.problem:
@@ -124,6 +125,7 @@ def plan_memory(demand: Demand, free_bytes: int, options: MemoryOptions) -> Memo
 
 def survey_memory(demand: Demand, free_bytes: int, options: MemoryOptions) -> MemoryPlan:
     """The same plan, but what does not fit is told in `problem`."""
+    _check_sizes(options)
     cfg, page = demand.cfg, options.page_size
     budget = int(free_bytes * options.fraction)
     seqs = options.max_seqs or _seats(demand, budget, options)
@@ -152,6 +154,15 @@ def survey_memory(demand: Demand, free_bytes: int, options: MemoryOptions) -> Me
         largest_batch=_largest_batch(demand, budget, tokens, min(context, cfg.context), options),
         problem=_problem(demand, budget, room, tokens, seqs, options),
     )
+
+
+def _check_sizes(options: MemoryOptions) -> None:
+    tokens, seqs = options.max_batch_tokens, options.max_seqs
+    if tokens and seqs and tokens < seqs:
+        raise UsageError(
+            f"a step of {tokens} tokens (--max-batch-tokens) has not one for each of {seqs} sequences (--max-seqs): "
+            f"give --max-batch-tokens {seqs} or more, or --max-seqs {tokens} or less"
+        )
 
 
 def _tokens(options: MemoryOptions, seqs: int) -> int:

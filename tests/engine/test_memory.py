@@ -11,7 +11,7 @@ import pytest
 
 from minicpm_cli.engine.memory import Demand, MemoryOptions, MemoryPlan, plan_memory, survey_memory, what_would_fit
 from minicpm_cli.engine.memory_workspace import Form, step_bytes
-from minicpm_cli.errors import OutOfMemory
+from minicpm_cli.errors import OutOfMemory, UsageError
 from minicpm_cli.model.config import ModelConfig, RopeConfig
 
 CFG = ModelConfig(
@@ -144,8 +144,12 @@ def test_a_cpu_gives_more_on_request() -> None:
     assert got.cache_tokens >= 100_000
 
 
-def test_a_step_has_room_for_every_seat() -> None:
-    assert plan(40, max_seqs=300, max_batch_tokens=100).max_batch_tokens == 300
+def test_fewer_tokens_of_a_step_than_sequences_are_refused_not_raised() -> None:
+    assert plan(40, max_seqs=100, max_batch_tokens=100).max_batch_tokens == 100
+    assert plan(40, max_seqs=9000).max_batch_tokens == 9000
+    for look in (plan_memory, survey_memory):
+        with pytest.raises(UsageError, match="a step of 100 tokens .* of 300 sequences .* --max-batch-tokens 300 or"):
+            look(DEMAND, 40 * GIB, MemoryOptions(max_seqs=300, max_batch_tokens=100))
 
 
 @pytest.mark.parametrize("cpu", [True, False])
