@@ -85,12 +85,14 @@ def prefill(
     group, sequences = heads // kv_heads, len(batch.kv_len)
     tile = tile or tile_for(dk, dv, q.element_size(), cache.scales is not None)
     out = torch.empty(tokens, heads, dv, device=q.device, dtype=q.dtype)
-    grid = kv_heads, tokens * group // tile.rows + sequences
+    # In one dimension: a long prompt of many query heads has more tiles than the 65,535 that the others hold.
+    grid = (kv_heads * (tokens * group // tile.rows + sequences),)
     _prefill[grid](
         q, cache.k, cache.v, cache.k_scale, cache.v_scale, out, batch.q_start, batch.kv_len, batch.page_table,
         sequences, scale * LOG2E, q.stride(0), q.stride(1), cache.k.stride(1), cache.k.stride(2),
         cache.k_scale.stride(1) if cache.k_scale is not None else 0, out.stride(0), dv, batch.page_table.stride(0),
-        PAGE=batch.page_size, G=group, **split(dk, dv)._asdict(), SHARED=dv < dk, QUANTIZED=cache.scales is not None,
+        PAGE=batch.page_size, KEY_HEADS=kv_heads, G=group, **split(dk, dv)._asdict(), SHARED=dv < dk,
+        QUANTIZED=cache.scales is not None,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", ROWS=tile.rows, KEYS=tile.keys,
         RUN=bool(batch.runs) and min(batch.runs) >= 0, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
@@ -177,12 +179,12 @@ def _blocks(
 def _prefill(
     q, k, v, k_scale, v_scale, out, q_start, kv_len, page_table,
     sequences, scale, q_stride, q_head, slot_stride, kv_head_stride, scale_stride, out_stride, dv, table_stride,
-    PAGE: tl.constexpr, G: tl.constexpr, wide: tl.constexpr, wide_pad: tl.constexpr, rest: tl.constexpr,
-    rest_pad: tl.constexpr, SHARED: tl.constexpr, QUANTIZED: tl.constexpr, PRECISION: tl.constexpr,
+    PAGE: tl.constexpr, KEY_HEADS: tl.constexpr, G: tl.constexpr, wide: tl.constexpr, wide_pad: tl.constexpr,
+    rest: tl.constexpr, rest_pad: tl.constexpr, SHARED: tl.constexpr, QUANTIZED: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
-    head = tl.program_id(0)
-    tile = tl.num_programs(1) - 1 - tl.program_id(1)  # the longest rows first
+    head = tl.program_id(0) % KEY_HEADS
+    tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // KEY_HEADS  # the longest rows first
     b, first_token, new, tile = _sequence_of(tile, q_start, sequences, G, ROWS)
     if tile * ROWS >= new * G:
         return

@@ -13,6 +13,7 @@ from minicpm_cli.kernels.cache import LayerCache, encode
 from steps import forward_batch, relative_error
 
 pytest.importorskip("triton", reason="the kernel is written in it")
+from minicpm_cli.kernels import attention_prefill
 from minicpm_cli.kernels.attention_prefill import Tile, prefill, split
 
 PAGE = 4
@@ -167,6 +168,31 @@ def test_prefill_at_the_family_s_shapes(heads: Heads, codes: torch.dtype | None)
         q = queries(batch, heads, dtype)
         out = prefill(q, cache, batch, 0.1)
         assert relative_error(out, exact(q, values, batch, heads, 0.1)) < TOLERANCE[dtype]
+
+
+@pytest.mark.gpu
+def test_more_tiles_than_a_second_dimension_holds() -> None:
+    count = 66_000
+    cache, batch, values = paged([(1, 0)] * count, (1, 1, 16, 16), torch.float16, "cuda", None)
+    out = prefill(queries(batch, (1, 1, 16, 16), torch.float16), cache, batch, 0.2, SMALL)
+    own = values[batch.page_table[:, 0].long() * PAGE, 1]
+    assert relative_error(out[:, 0], own) < TOLERANCE[torch.float16]
+
+
+def test_tiles_are_counted_in_the_dimension_that_holds_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA's grids have room for 2^31 - 1 blocks in the first dimension, and for 65,535 in the others."""
+    grids = []
+
+    class Launched:
+        def __getitem__(self, grid: tuple[int, ...]):  # type: ignore[no-untyped-def]
+            grids.append(grid)
+            return lambda *arguments, **constants: None
+
+    monkeypatch.setattr(attention_prefill, "_prefill", Launched())
+    cache, batch, _ = paged([(33, 0)], HEADS["mla"], torch.float16, "cpu", None)
+    prefill(torch.empty(600_000, 5, 40, dtype=torch.float16, device="meta"), cache, batch, 0.2, SMALL)
+    assert grids == [(600_000 * 5 // 32 + 1,)]
+    assert grids[0][0] > 65_535
 
 
 def test_split_of_a_head() -> None:
