@@ -146,9 +146,9 @@ def test_a_cpu_gives_more_on_request() -> None:
 
 def test_fewer_tokens_of_a_step_than_sequences_are_refused_not_raised() -> None:
     assert plan(40, max_seqs=100, max_batch_tokens=100).max_batch_tokens == 100
-    assert plan(40, max_seqs=9000).max_batch_tokens == 9000
+    assert plan(100, max_seqs=9000, context=256).max_batch_tokens == 9000
     for look in (plan_memory, survey_memory):
-        with pytest.raises(UsageError, match="a step of 100 tokens .* of 300 sequences .* --max-batch-tokens 300 or"):
+        with pytest.raises(UsageError, match=r"a step of 100 tokens .* of 300 sequences .* --max-batch-tokens 300 or"):
             look(DEMAND, 40 * GIB, MemoryOptions(max_seqs=300, max_batch_tokens=100))
 
 
