@@ -1,4 +1,4 @@
-"""What whoever must keep files through a power cut needs of the system."""
+"""What whoever must keep files through a power cut, or from other people's eyes, needs of the system."""
 
 from __future__ import annotations
 
@@ -15,3 +15,32 @@ def sync_folder(folder: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def private_folder(path: Path) -> Path:
+    """Makes the folder and those above it that are missing, each for the user alone; those that are there stay.
+
+    `Path.mkdir(parents=True, mode=0o700)` makes the parents as the umask has it.
+    """
+    for folder in reversed([path, *path.parents]):
+        with suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+    if not path.is_dir():
+        raise NotADirectoryError(20, "Not a directory", str(path))
+    return path
+
+
+def write_private(path: Path, text: str) -> None:
+    """Replaces a file as a whole, readable by the user alone whatever the umask, and lasting. Raises OSError."""
+    private_folder(path.parent)
+    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            file.write(text.encode("utf-8", "surrogatepass"))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, path)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)

@@ -15,6 +15,7 @@ from typing import Any
 from minicpm_cli.types import check_sampling
 
 DEVICE_PATTERN = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
+PROFILE_PATTERN = re.compile(r"[\w-]{1,100}")
 TEMPLATES = ("auto", "chatml", "minicpm")
 _LARGEST = 2**31 - 1
 _WORDS: Mapping[str, bool] = MappingProxyType(
@@ -103,6 +104,12 @@ def directory(value: Any) -> str:
 
 def path(value: Any) -> Path:
     return Path(text(value)).expanduser()
+
+
+def profile(value: Any) -> str | None:
+    if not isinstance(value, str) or not PROFILE_PATTERN.fullmatch(value):
+        raise ValueError("the name of a profile (letters, digits, - and _) or none")
+    return None if value == "none" else value
 
 
 def sampling(name: str) -> Callable[[Any], Any]:
