@@ -43,11 +43,12 @@ class Split(NamedTuple):
 
 
 @cached
-def split(dk: int, dv: int) -> Split:
+def split(dk: int, dv: int, quantized: bool) -> Split:
+    """Values of 8 bits stay whole: narrow parts of int8 came out wrong, or out of bounds, with Triton 3.6 on Hopper."""
     if dv < dk:  # MLA: the value is the key's wide part
         return Split(dv, _padded(dv), dk - dv, _padded(dk - dv))
     wide = 1 << dk.bit_length() - 1
-    if wide < 16 or wide + _padded(dk - wide) >= _padded(dk):
+    if quantized or wide < 16 or wide + _padded(dk - wide) >= _padded(dk):
         return Split(dk, _padded(dk), 0, 0)
     return Split(wide, wide, dk - wide, _padded(dk - wide))
 
@@ -57,20 +58,22 @@ def _padded(width: int) -> int:
 
 
 @cached
-def tile_for(dk: int, dv: int, itemsize: int, quantized: bool) -> Tile:
-    """The fastest of those tried on an H200; 8-bit caches of heads above 64, and float32, were not timed.
+def tile_for(dk: int, itemsize: int, quantized: bool, run: bool) -> Tile:
+    """The fastest of those tried on an H200; float32 was not timed.
 
-    us for one sequence of 2048 tokens, 64 of 512, 2048 after 2048: 36 heads of 64 73, 420, 229 (over fp8 133, 695,
-    401); 32 heads on 2 of 128 116, 656, 307; MLA's 40 heads 227, 1424, 563. In TFLOP/s: 263, 184, 253 (145, 111, 145);
-    297, 210, 336; 403, 257, 486.
+    us for one sequence of 2048 tokens, 64 of 512, 2048 after 2048, pages in a row (anywhere): 36 heads of 64 60, 331,
+    177 (74, 418, 229), over fp8 123, 607, 374 (133, 689, 397); 32 heads on 2 of 128 99, 535, 253 (119, 663, 301), over
+    fp8 198, 957, 557; MLA's 40 heads 227, 1424, 563 anywhere.
     """
     if itemsize == 4:
         return Tile(32, 32, 4, 1) if dk > 128 else Tile(64, 32, 4, 2)
     if dk > 128:
         return Tile(64, 32, 4, 2) if quantized else Tile(64, 64, 4, 2)
     if dk > 64:
-        return Tile(64, 64, 4, 2) if quantized else Tile(64, 64, 4, 3)
-    return Tile(128, 64, 4, 3) if quantized else Tile(128, 64, 8, 2)
+        return Tile(64, 64, 4, 2) if quantized or run else Tile(64, 64, 4, 3)
+    if quantized:
+        return Tile(128, 64, 4, 3)
+    return Tile(64, 64, 4, 2) if run else Tile(128, 64, 8, 2)
 
 
 def prefill(
@@ -83,7 +86,8 @@ def prefill(
     """softmax(q k^T * scale) v, each token over its sequence up to itself; the new tokens are in the cache already."""
     (tokens, heads, dk), (kv_heads, dv) = q.shape, cache.v.shape[2:]
     group, sequences = heads // kv_heads, len(batch.kv_len)
-    tile = tile or tile_for(dk, dv, q.element_size(), cache.scales is not None)
+    quantized, run = cache.scales is not None, bool(batch.runs) and min(batch.runs) >= 0
+    tile = tile or tile_for(dk, q.element_size(), quantized, run)
     out = torch.empty(tokens, heads, dv, device=q.device, dtype=q.dtype)
     # In one dimension: a long prompt of many query heads has more tiles than the 65,535 that the others hold.
     grid = (kv_heads * (tokens * group // tile.rows + sequences),)
@@ -91,10 +95,10 @@ def prefill(
         q, cache.k, cache.v, cache.k_scale, cache.v_scale, out, batch.q_start, batch.kv_len, batch.page_table,
         sequences, scale * LOG2E, q.stride(0), q.stride(1), cache.k.stride(1), cache.k.stride(2),
         cache.k_scale.stride(1) if cache.k_scale is not None else 0, out.stride(0), dv, batch.page_table.stride(0),
-        PAGE=batch.page_size, KEY_HEADS=kv_heads, G=group, **split(dk, dv)._asdict(), SHARED=dv < dk,
-        QUANTIZED=cache.scales is not None,
+        PAGE=batch.page_size, KEY_HEADS=kv_heads, G=group, **split(dk, dv, quantized)._asdict(), SHARED=dv < dk,
+        QUANTIZED=quantized,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", ROWS=tile.rows, KEYS=tile.keys,
-        RUN=bool(batch.runs) and min(batch.runs) >= 0, num_warps=tile.warps, num_stages=tile.stages,
+        RUN=run, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out
 

@@ -171,6 +171,16 @@ def test_prefill_at_the_family_s_shapes(heads: Heads, codes: torch.dtype | None)
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("heads", [(36, 36, 64, 64), (32, 2, 128, 128), (4, 2, 96, 96), (40, 1, 288, 256)])
+def test_pages_in_a_row_give_the_same_bits(heads: Heads) -> None:
+    """Whatever tile each of the two prefers."""
+    for dtype in dtypes("cuda"):
+        cache, batch, _ = paged([(200, 0), (1, 300), (77, 130), (5, 0)], heads, dtype, "cuda", None, shuffled=False)
+        q = queries(batch, heads, dtype)
+        assert torch.equal(prefill(q, cache, batch, 0.1), prefill(q, cache, replace(batch, runs=()), 0.1))
+
+
+@pytest.mark.gpu
 def test_more_tiles_than_a_second_dimension_holds() -> None:
     count = 66_000
     cache, batch, values = paged([(1, 0)] * count, (1, 1, 16, 16), torch.float16, "cuda", None)
@@ -196,10 +206,11 @@ def test_tiles_are_counted_in_the_dimension_that_holds_them(monkeypatch: pytest.
 
 
 def test_split_of_a_head() -> None:
-    assert split(64, 64) == (64, 64, 0, 0)
-    assert split(96, 96) == (64, 64, 32, 32)
-    assert split(80, 80) == (64, 64, 16, 16)
-    assert split(120, 120) == (120, 128, 0, 0)
-    assert split(8, 8) == (8, 16, 0, 0)
-    assert split(288, 256) == (256, 256, 32, 32)
-    assert split(36, 24) == (24, 32, 12, 16)
+    assert split(64, 64, False) == (64, 64, 0, 0)
+    assert split(96, 96, False) == (64, 64, 32, 32)
+    assert split(80, 80, False) == (64, 64, 16, 16)
+    assert split(80, 80, True) == (80, 128, 0, 0)
+    assert split(120, 120, False) == (120, 128, 0, 0)
+    assert split(8, 8, False) == (8, 16, 0, 0)
+    assert split(288, 256, True) == (256, 256, 32, 32)
+    assert split(36, 24, False) == (24, 32, 12, 16)
