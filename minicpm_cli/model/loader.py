@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -55,7 +56,19 @@ def build_decoder(
             source.ignore(name)
     if scheme.linear:
         source = QuantizingSource(source, scheme, device)
-    with torch.inference_mode():
-        decoder = Decoder(cfg, Weights(source, device, dtype, scheme, kernels), ops_for(device, kernels), on_progress)
+    weights = Weights(source, device, dtype, scheme, kernels)
+    with _closed_on_errors(source), torch.inference_mode():
+        decoder = Decoder(cfg, weights, ops_for(device, kernels), on_progress)
     source.finish()
     return decoder
+
+
+@contextmanager
+def _closed_on_errors(source: TensorSource) -> Iterator[None]:
+    """A load that fails or is interrupted leaves no file open, and no thread or pinned buffer of the staging behind."""
+    try:
+        yield
+    except BaseException:
+        with suppress(Exception):  # the tensors that nobody asked for are not the news
+            source.finish()
+        raise

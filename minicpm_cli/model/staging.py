@@ -60,9 +60,10 @@ class Staging:
         return Coming(placed, tasks)
 
     def close(self) -> None:
-        """Waits for the device: the buffers are given back."""
-        self._threads.shutdown()
-        torch.cuda.current_stream(self.device).synchronize()
+        """Ends the threads, whatever is still to be copied, and waits for the device: the buffers are given back."""
+        self._threads.shutdown(cancel_futures=True)
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
         self._own = threading.local()
 
     @torch.inference_mode()
@@ -112,14 +113,14 @@ class StagedSource:
 
     def take(self, name: str, shape: tuple[int, ...]) -> Any:
         self._look_ahead()
-        self._taken.add(name)
-        if (coming := self._coming.pop(name, None)) is not None and tuple(coming.placed.shape) == shape:
+        if (coming := self._begun(name)) is not None and tuple(coming.placed.shape) == shape:
             return coming.wait()
         stored = self._inner.take(name, shape)
         return self._staging.begin(stored).wait() if isinstance(stored, Tensor) else stored
 
     def raw(self, name: str) -> Tensor:
-        return self._staging.begin(self._inner.raw(name)).wait()
+        coming = self._begun(name)
+        return (coming or self._staging.begin(self._inner.raw(name))).wait()
 
     def file(self, name: str) -> Path:
         found: Path = self._inner.file(name)
@@ -129,8 +130,19 @@ class StagedSource:
         self._inner.ignore(name)
 
     def finish(self) -> None:
-        self._staging.close()
+        self.close()
         self._inner.finish()
+
+    def close(self) -> None:
+        """Gives up what is on its way, and the threads and buffers that bring it."""
+        self._ahead = iter(())
+        self._coming.clear()
+        self._staging.close()
+
+    def _begun(self, name: str) -> Coming | None:
+        """The tensor if it is on its way; from now on it is not begun ahead any more."""
+        self._taken.add(name)
+        return self._coming.pop(name, None)
 
     def _look_ahead(self) -> None:
         """Begins the next tensors; what is wrong with one is told when it is asked for."""
@@ -138,6 +150,6 @@ class StagedSource:
             name, shape = next(self._ahead, ("", ()))
             if not name:
                 return
-            if name in self._inner and name not in self._taken:
+            if name in self._inner and name not in self._taken and name not in self._coming:
                 with suppress(WeightsError):
                     self._coming[name] = self._staging.begin(self._inner.take(name, shape))
