@@ -132,9 +132,9 @@ class Pipeline:
         return self.steps.logits[count][: len(plan.chunks)]
 
     def settle(self) -> None:
-        """Waits for all that was launched: the memory of steps that were left in flight is free again."""
+        """Waits for all that was launched, on whichever stream: the memory of steps left in flight is free again."""
         if self.pinned:
-            torch.cuda.current_stream().synchronize()
+            torch.cuda.synchronize(self.device)  # a capture warms up on a stream of its own, a caller may bring another
         for slot in self._slots:
             slot.mark.synchronize()
 

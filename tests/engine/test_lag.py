@@ -143,6 +143,28 @@ def test_soak(way: str) -> None:
     assert sum(type(thing) is Sequence for thing in gc.get_objects()) <= 2 * 8 + 6
 
 
+def test_what_was_left_in_flight_is_waited_for_on_every_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, waited = engine_of(24, "lagged", max_batch_tokens=16, max_seqs=6), list[torch.device]()
+    assert engine.runner.pipeline is not None
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    engine.runner.pipeline.pinned = True
+    engine.runner.pipeline.settle()
+    assert waited == [engine.runner.device]
+
+
+@pytest.mark.gpu
+def test_a_step_left_in_flight_on_another_stream_is_waited_for() -> None:
+    engine, side = engine_of(24, "lagged", "cuda", max_batch_tokens=16, max_seqs=6), torch.cuda.Stream()
+    events = engine.generate([request("a", prompt(6))])
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            next(events)
+        torch.cuda._sleep(200_000_000)
+    engine.runner.settle()
+    assert side.query()
+    events.close()
+
+
 @pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.parametrize("graphs", [True, False])
