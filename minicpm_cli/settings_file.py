@@ -84,6 +84,10 @@ class ConfigFile:
         """Sets `name`; every other line stays as it is. Raises UsageError where that is beyond us, FileError."""
         if profile is not None and (profile == "none" or not PROFILE_PATTERN.fullmatch(profile)):
             raise UsageError(f"{profile!r} cannot name a profile: letters, digits, - and _, and not none")
+        if name == PROFILE and profile is not None:
+            raise UsageError("a profile cannot choose another one")
+        if name == PROFILE and value != "none":
+            self.profile(value, self.origin, [])
         from minicpm_cli import toml_edit
 
         self._save(toml_edit.assign(self.text, self._table(profile), name, literal(value)), name, value, profile)

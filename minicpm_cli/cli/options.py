@@ -10,9 +10,13 @@ from typing import Annotated, Any
 
 import typer
 
+from minicpm_cli.cli import completion
+
 
 def _option(name: str, kind: Any, help: str, *declared: str, metavar: str | None = None) -> inspect.Parameter:  # noqa: A002
-    annotation = Annotated[kind | None, typer.Option(*declared, help=help, metavar=metavar, show_default=False)]
+    offers = completion.for_setting(name)
+    option = typer.Option(*declared, help=help, metavar=metavar, show_default=False, autocompletion=offers)
+    annotation = Annotated[kind | None, option]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
@@ -76,7 +80,8 @@ SAMPLING = (
     _option("think", bool, "Whether the model thinks before it answers.", "--think/--no-think"),
 )
 LOGPROBS = (_option("logprobs", int, "Log-probabilities of the N likeliest tokens.", "--logprobs", metavar="N"),)
-OUTPUT = (
+OUTPUT = (  # and what else every command takes
+    _option("profile", str, "Settings of [profiles.NAME] in the config file.", "--profile", metavar="NAME"),
     _option("plain", bool, "No colours, no markdown.", "--plain"),
     _option("quiet", bool, "Only the answer and errors.", "-q", "--quiet"),
     _option("verbose", bool, "Numbers, and where an error comes from.", "-v", "--verbose"),
