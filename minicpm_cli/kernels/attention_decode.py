@@ -49,16 +49,15 @@ class DecodeAttention:
         scale: float,
         page_size: int,
         tiling: Tiling | Cut | None = None,
+        sequences: int | None = None,
     ) -> Tensor:  # [B, Hq, Dv]
-        """softmax(q k^T * scale) v over each row's kv_len tokens, whatever other rows and the order of blocks."""
-        if isinstance(tiling := tiling or self._cut(q, q.shape[1], cache, page_table, page_size, 0), Cut):
-            return attention_decode_cuda.decode(
-                q, cache, page_table, kv_len, scale, page_size, None, tiling, self._folder
-            )
+        """softmax(q k^T * scale) v over each row's kv_len tokens, whatever other rows and the order of blocks.
+
+        Rows may be of fewer `sequences`, and then their older tokens may have come with the launch before this one.
+        What a row gives is equal to the bit to what it gives in a launch of so many rows.
+        """
         history = History(cache, page_table, kv_len, page_size)
-        if q.shape[1] == cache.k.shape[2]:
-            return self._multi_head(q, history, scale, None, tiling)
-        return self._grouped(q, q.shape[1], history, scale, None, tiling)
+        return self._attended(q, q.shape[1], history, scale, None, tiling, sequences)
 
     def rope_store_decode(
         self,
@@ -70,35 +69,50 @@ class DecodeAttention:
         scale: float,
         page_size: int,
         tiling: Tiling | Cut | None = None,
+        sequences: int | None = None,
     ) -> Tensor:  # [B, Hq, D]
-        """reference.rope_store for each row's newest token, and its attention, in one launch; qkv stays as it is."""
-        heads = qkv.shape[1] - 2 * cache.k.shape[2]
-        if isinstance(tiling := tiling or self._cut(qkv, heads, cache, page_table, page_size, turn[0].shape[-1]), Cut):
-            return attention_decode_cuda.decode(
-                qkv, cache, page_table, kv_len, scale, page_size, turn, tiling, self._folder
-            )
-        history = History(cache, page_table, kv_len, page_size)
-        if heads == cache.k.shape[2]:
-            return self._multi_head(qkv, history, scale, turn, tiling)
-        return self._grouped(qkv, heads, history, scale, turn, tiling)
+        """reference.rope_store for each row's newest token, and its attention, in one launch; qkv stays as it is.
 
-    def _cut(
-        self, q: Tensor, heads: int, cache: LayerCache, page_table: Tensor, page_size: int, turn: int
-    ) -> Cut | None:
+        With `sequences` as above: a row's older tokens must be in the cache already, and may be stored once more.
+        """
+        heads, history = qkv.shape[1] - 2 * cache.k.shape[2], History(cache, page_table, kv_len, page_size)
+        return self._attended(qkv, heads, history, scale, turn, tiling, sequences)
+
+    def _attended(
+        self,
+        q: Tensor,
+        heads: int,
+        history: History,
+        scale: float,
+        turn: Turn | None,
+        tiling: Tiling | Cut | None,
+        sequences: int | None,
+    ) -> Tensor:
+        cache, rows, overlaps = history.cache, sequences or len(q), sequences is None
+        tiling = tiling or self._cut(q, rows, heads, history, turn)
+        if isinstance(tiling, Cut):
+            table, lengths, size = history.page_table, history.kv_len, history.page_size
+            return attention_decode_cuda.decode(
+                q, cache, table, lengths, scale, size, turn, tiling, self._folder, overlaps=overlaps
+            )
+        if heads == cache.k.shape[2]:
+            return self._multi_head(q, history, scale, turn, tiling or multi_head_tiling(rows, history), overlaps)
+        return self._grouped(q, heads, history, scale, turn, tiling or grouped_tiling(rows, history), overlaps)
+
+    def _cut(self, q: Tensor, rows: int, heads: int, history: History, turn: Turn | None) -> Cut | None:
         """How the CUDA form does it, where that can and is faster."""
-        rows, keys = len(q), cache.k.shape[2]
-        if not attention_decode_cuda.worth(rows, heads, keys) or not attention_decode_cuda.supported(q, cache, turn):
+        cache, half = history.cache, turn[0].shape[-1] if turn else 0
+        keys = cache.k.shape[2]
+        if not attention_decode_cuda.worth(rows, heads, keys) or not attention_decode_cuda.supported(q, cache, half):
             return None
-        return attention_decode_cuda.choose(
-            rows, heads, keys, page_table.shape[1] * page_size, cache.scales is not None
-        )
+        return attention_decode_cuda.choose(rows, heads, keys, history.longest, cache.scales is not None)
 
     def _multi_head(
-        self, q: Tensor, history: History, scale: float, turn: Turn | None, tiling: Tiling | None
+        self, q: Tensor, history: History, scale: float, turn: Turn | None, t: Tiling, overlaps: bool
     ) -> Tensor:
         cache = history.cache
         rows, heads, width = len(q), *cache.k.shape[2:]
-        t = tiling or multi_head_tiling(rows, history)
+        pdl = self._pdl and overlaps
         assert heads % t.block == 0
         assert t.splits == 1 or rows * heads // t.block <= ARRIVALS
         padded = _power_of_two(width)
@@ -108,23 +122,17 @@ class DecodeAttention:
             scale * LOG2_E, q.stride(0), *history.strides,
             HEADS=heads, D=width, DP=padded, PAGE=history.page_size, SCALED=cache.scales is not None,
             BLOCK=t.block, DEPTH=t.depth, LANES=_lanes(t, padded, cache.k.element_size()),
-            SPLITS=t.splits, CHUNK=t.chunk, HALF=turn[0].shape[-1] if turn else 0, PDL=self._pdl,
-            num_warps=t.warps, **self._launch(),
+            SPLITS=t.splits, CHUNK=t.chunk, HALF=turn[0].shape[-1] if turn else 0, PDL=pdl,
+            num_warps=t.warps, **_launch(pdl),
         )  # fmt: skip
         return out
 
     def _grouped(
-        self,
-        q: Tensor,
-        heads: int,
-        history: History,
-        scale: float,
-        turn: Turn | None,
-        tiling: Tiling | None,
+        self, q: Tensor, heads: int, history: History, scale: float, turn: Turn | None, t: Tiling, overlaps: bool
     ) -> Tensor:
         cache = history.cache
         rows, (keys, width), value = len(q), cache.k.shape[2:], cache.v.shape[3]
-        t = tiling or grouped_tiling(rows, history)
+        pdl = self._pdl and overlaps
         group, first = heads // keys, 1 << (width.bit_length() - 1)
         shared = cache.rows.shape[1] == keys  # MLA keeps no values of their own
         assert not shared or value == first
@@ -136,18 +144,15 @@ class DecodeAttention:
             scale * LOG2_E, q.stride(0), *history.strides,
             GROUP=group, ROWS=t.block, KEYS=keys, D1=first, D2=width - first,
             SHARED=shared, PAGE=history.page_size, SCALED=cache.scales is not None,
-            STEP=t.step, SPLITS=t.splits, CHUNK=t.chunk, HALF=turn[0].shape[-1] if turn else 0, PDL=self._pdl,
-            num_warps=t.warps, num_stages=t.stages, **self._launch(),
+            STEP=t.step, SPLITS=t.splits, CHUNK=t.chunk, HALF=turn[0].shape[-1] if turn else 0, PDL=pdl,
+            num_warps=t.warps, num_stages=t.stages, **_launch(pdl),
         )  # fmt: skip
         if t.splits > 1:
             attention_decode_grouped.combine[(heads, rows)](
                 partials, stats, history.kv_len, out, HEADS=heads, D=value, DP=_power_of_two(value),
-                STEP=t.step, SPLITS=t.splits, CHUNK=t.chunk, PDL=self._pdl, num_warps=1, **self._launch(),
+                STEP=t.step, SPLITS=t.splits, CHUNK=t.chunk, PDL=self._pdl, num_warps=1, **_launch(self._pdl),
             )  # fmt: skip
         return out
-
-    def _launch(self) -> dict[str, bool]:
-        return {"launch_pdl": True} if self._pdl else {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +178,10 @@ class History:
         """From one row to the next, in elements: the cache, its scales, the page table."""
         scales = 0 if self.cache.k_scale is None else self.cache.k_scale.stride(1)
         return self.cache.k.stride(1), scales, self.page_table.stride(0)
+
+
+def _launch(pdl: bool) -> dict[str, bool]:
+    return {"launch_pdl": True} if pdl else {}
 
 
 def multi_head_tiling(rows: int, history: History) -> Tiling:

@@ -144,15 +144,20 @@ def decode(
     turn: tuple[Tensor, Tensor] | None = None,  # cos and sin [B, 1, R/2] float32
     cut: Cut | None = None,
     folder: Path | None = None,
+    *,
+    overlaps: bool = True,
 ) -> Tensor:  # [B, Hq, D]
-    """softmax(q k^T * scale) v over each row's kv_len tokens; with `turn` the newest is rotated and stored first."""
+    """softmax(q k^T * scale) v over each row's kv_len tokens; with `turn` the newest is rotated and stored first.
+
+    If it `overlaps` the launch before it, that must store no other tokens of these rows than the newest ones.
+    """
     rows, (keys, width) = len(q), cache.k.shape[2:]
     heads = q.shape[1] - (2 * keys if turn else 0)
     out = q.new_empty(rows, heads, width)
     cut = cut or choose(rows, heads, keys, page_table.shape[1] * page_size, cache.scales is not None)
     kind, half = KINDS.get(cache.k.dtype, 0), turn[0].shape[-1] if turn else 0
     form = Form(width, heads, keys, page_size, kind, q.dtype == torch.float16, half, cut)
-    launcher, p = _launcher(form, rows, q.device, folder)
+    launcher, p = _launcher(form, rows, q.device, folder, overlaps)
     p.q, p.k, p.v, p.out = q.data_ptr(), cache.k.data_ptr(), cache.v.data_ptr(), out.data_ptr()
     p.table, p.lengths = page_table.data_ptr(), kv_len.data_ptr()
     p.q_stride, p.row_stride, p.table_stride = q.stride(0), cache.k.stride(1), page_table.stride(0)
@@ -167,9 +172,12 @@ def decode(
 
 
 @functools.cache
-def _launcher(form: Form, rows: int, device: torch.device, folder: Path | None) -> tuple[nvrtc.Launcher, Parameters]:
+def _launcher(
+    form: Form, rows: int, device: torch.device, folder: Path | None, overlaps: bool
+) -> tuple[nvrtc.Launcher, Parameters]:
     parameters, blocks, threads = Parameters(), rows * form.blocks, 32 * form.cut.warps
-    return kernel(form, device, folder).launcher(blocks, threads, form.shared_bytes, parameters), parameters
+    compiled = kernel(form, device, folder)
+    return compiled.launcher(blocks, threads, form.shared_bytes, parameters, overlaps=overlaps), parameters
 
 
 @functools.cache

@@ -45,15 +45,19 @@ class Attention:
 
     def attend(self, q: Tensor, cache: LayerCache, batch: ForwardBatch, scale: float) -> Tensor:
         if batch.max_q == 1:
-            return self.decode(q, cache, batch.page_table, batch.kv_len, scale, batch.page_size)
+            sequences = batch.drafts.sequences if batch.drafts else None
+            return self.decode(q, cache, batch.page_table, batch.kv_len, scale, batch.page_size, sequences=sequences)
         return prefill(q, cache, batch, scale)
 
     def rope_attend(
         self, qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, cache: LayerCache, batch: ForwardBatch, scale: float
     ) -> Tensor:
         if batch.max_q == 1 and len(qkv) <= FUSED_ROWS and cache.scales is None and _power_of_two(qkv.shape[2]):
-            table, kv_len = batch.page_table, batch.kv_len
-            return self.decode.rope_store_decode(qkv, (cos, sin), cache, table, kv_len, scale, batch.page_size)
+            fused, turn, size, sequences = self.decode.rope_store_decode, (cos, sin), batch.page_size, None
+            if batch.drafts:  # all rows are stored before one attends, and exactly as that launch does it
+                fused(qkv, turn, cache, batch.drafts.page, batch.drafts.filled, scale, size)
+                sequences = batch.drafts.sequences
+            return fused(qkv, turn, cache, batch.page_table, batch.kv_len, scale, size, sequences=sequences)
         rope_store.rope_store(qkv, cos, sin, heads, cache, batch.slots)
         return self.attend(qkv[:, :heads], cache, batch, scale)
 

@@ -118,19 +118,28 @@ class Kernel:
     function: Any
     module: Any
 
-    def launcher(self, grid: int, threads: int, shared_bytes: int, parameters: ctypes.Structure) -> Launcher:
-        return Launcher(self, grid, threads, shared_bytes, parameters)
+    def launcher(
+        self, grid: int, threads: int, shared_bytes: int, parameters: ctypes.Structure, *, overlaps: bool = True
+    ) -> Launcher:
+        return Launcher(self, grid, threads, shared_bytes, parameters, overlaps=overlaps)
 
 
 class Launcher:
     """A launch prepared once: one structure as the only parameter, whose fields the caller sets between calls.
 
-    It may overlap the end of the launch before it on the stream (programmatic dependent launch): the kernel itself
+    If it `overlaps` the end of the launch before it on the stream (programmatic dependent launch), the kernel itself
     waits, with griddepcontrol.wait, before it reads what that one wrote.
     """
 
     def __init__(
-        self, kernel: Kernel, grid: int, threads: int, shared_bytes: int, parameters: ctypes.Structure
+        self,
+        kernel: Kernel,
+        grid: int,
+        threads: int,
+        shared_bytes: int,
+        parameters: ctypes.Structure,
+        *,
+        overlaps: bool = True,
     ) -> None:
         from cuda.bindings import driver
 
@@ -144,7 +153,7 @@ class Launcher:
         config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
         config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
         config.sharedMemBytes = shared_bytes
-        config.attrs, config.numAttrs = [attribute], 1
+        config.attrs, config.numAttrs = ([attribute], 1) if overlaps else ([], 0)
         self._config, self._kernel, self._launch = config, kernel, driver.cuLaunchKernelEx
         self._stream = -1
 
