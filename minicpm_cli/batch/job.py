@@ -12,6 +12,7 @@ from typing import BinaryIO
 
 from minicpm_cli.batch.files import STREAM, Lock, failed, is_plain
 from minicpm_cli.batch.journal import Journal, Output, Past, StreamOutput, recover
+from minicpm_cli.batch.keys import line_key
 from minicpm_cli.batch.manifest import (
     Manifest,
     fingerprint,
@@ -75,8 +76,7 @@ def _journal_path(name: str) -> Path | None:
 
 
 def _stream_job(options: BatchOptions, stack: ExitStack) -> Job:
-    scan = scan_input(Path(options.input), options.shard) if is_plain(options.input) else None
-    source = _open_source(options.input, stack)
+    source, scan = _open_source(options, stack)
     seed = options.given_seed if options.given_seed is not None else new_seed()
     if options.output == STREAM:
         output = StreamOutput(sys.stdout.buffer, "standard output", owned=False)
@@ -88,13 +88,11 @@ def _stream_job(options: BatchOptions, stack: ExitStack) -> Job:
 
 def _file_job(options: BatchOptions, out: Path, stack: ExitStack) -> Job:
     old = None if options.overwrite else _old_manifest(out, options)
-    mark = None if old is None else old.input_bytes
-    scan = scan_input(Path(options.input), options.shard, mark) if is_plain(options.input) else None
+    source, scan = _open_source(options, stack, None if old is None else old.input_bytes)
     manifest = _manifest(options, old, scan)
     if old is not None and not options.force:
         refuse_changes(old, manifest, scan, out)
-    source = _open_source(options.input, stack)
-    past = _past(options, out)
+    past = _past(options, out, scan)
     if manifest != old:
         manifest.write(manifest_path(out))
     journal = Journal(out)
@@ -126,20 +124,39 @@ def _manifest(options: BatchOptions, old: Manifest | None, scan: Scan | None) ->
     return Manifest(dict(options.model), options.parameters, options.shard_name, seed, fingerprint(scan), files=files)
 
 
-def _past(options: BatchOptions, out: Path) -> Past:
-    """An overwritten file is emptied before its new manifest is written: the old rows never meet it."""
+def _past(options: BatchOptions, out: Path, scan: Scan | None) -> Past:
+    """An overwritten file is emptied before its new manifest is written: the old rows never meet it.
+
+    A line that was cut short when the last run read it has its error dropped, and is run whole.
+    """
     if options.overwrite or not out.exists():
         _opened(str(out), "wb").close()
         return Past()
-    return recover(out, drop_errors=options.retry_errors, lenient=options.force)
+    redo = None if scan is None or scan.grown_line is None else line_key(scan.grown_line)
+    return recover(out, drop_errors=options.retry_errors, lenient=options.force, redo=redo)
 
 
-def _open_source(name: str, stack: ExitStack) -> BinaryIO:
-    if name != STREAM:
-        return stack.enter_context(_opened(name, "rb"))
+def _open_source(options: BatchOptions, stack: ExitStack, mark: int | None = None) -> tuple[BinaryIO, Scan | None]:
+    """A file is scanned and then read through the same handle: it may be replaced meanwhile. See `PendingRows` for who
+    closes a stream.
+    """
+    if options.input == STREAM:
+        return _standard_input(), None
+    source = _opened(options.input, "rb")
+    if not is_plain(options.input):
+        return source, None
+    stack.callback(source.close)
+    return source, scan_input(source, Path(options.input), options.shard, mark)
+
+
+def _standard_input() -> BinaryIO:
+    """Through a reader of our own: at exit Python waits for the lock of its own, which a blocked thread may hold."""
     if sys.stdin is None:
         raise UsageError("There is no standard input to read from. Give a file.")
-    return sys.stdin.buffer
+    try:
+        return open(sys.stdin.fileno(), "rb", closefd=False)
+    except (AttributeError, OSError, ValueError):
+        return sys.stdin.buffer
 
 
 def _opened(name: str, mode: str) -> BinaryIO:

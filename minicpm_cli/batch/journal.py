@@ -1,8 +1,9 @@
 """OUT as a journal: each row is on disk as it finishes, and after any crash the file says exactly what is done.
 
-A row is handed to the system whole and at once, and fsynced within a second: a killed process loses no row
-that it reported, a power cut at most the last second's. Whatever goes wrong in a write, the file is cut back
-to its last complete row; whatever could not even be cut is cut when the next run opens it.
+A row is handed to the system whole and at once: a killed process loses no row that it reported. It is fsynced within
+a second or two (a power cut loses the rows of that time at most), in a thread: a slow disk would keep a GPU waiting.
+Whatever goes wrong in a write, the file is cut back to its last complete row; whatever could not even be cut is cut
+when the next run opens it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -52,13 +54,14 @@ class Journal:
             raise failed("write", path, e) from e
         self._path = path
         self._synced = time.monotonic()
+        self._syncer = ThreadPoolExecutor(1, "batch-sync")
+        self._sync: Future[None] | None = None
 
     def append(self, row: bytes) -> None:
         try:
             write_all(self._file, row)
             self._end += len(row)
-            if time.monotonic() - self._synced >= _SYNC_SECONDS:
-                self._sync()
+            self._sync_now_and_then()
         except OSError as e:
             self._cut()
             raise failed("write", self._path, e) from e
@@ -69,16 +72,25 @@ class Journal:
             return
         try:
             self._cut()
-            self._sync()
+            self._syncer.shutdown()
+            if self._sync is not None:
+                self._sync.result()  # the system tells an error of this kind once
+            os.fsync(self._file.fileno())
+            self._still_there()
         except OSError as e:
             raise failed("write", self._path, e) from e
         finally:
             self._file.close()
 
-    def _sync(self) -> None:
-        os.fsync(self._file.fileno())
-        self._synced = time.monotonic()
+    def _sync_now_and_then(self) -> None:
+        """One at a time. Raises what the last one met."""
+        now = time.monotonic()
+        if now - self._synced < _SYNC_SECONDS or (self._sync is not None and not self._sync.done()):
+            return
+        if self._sync is not None:
+            self._sync.result()
         self._still_there()
+        self._synced, self._sync = now, self._syncer.submit(os.fsync, self._file.fileno())
 
     def _still_there(self) -> None:
         ours = os.fstat(self._file.fileno())
@@ -126,28 +138,32 @@ def write_all(stream: BinaryIO | IO[bytes], data: bytes) -> None:
         rest = rest[stream.write(rest) or 0 :]
 
 
-def recover(path: Path, *, drop_errors: bool, lenient: bool) -> Past:
+def recover(path: Path, *, drop_errors: bool, lenient: bool, redo: bytes | None = None) -> Past:
     """Makes the file whole (a torn last row is cut off, a missing last newline added) and reads what is done.
 
-    `drop_errors` takes the error rows out, through a copy that is renamed into place. A line in the middle that is
+    `drop_errors` takes the error rows out, through a copy that is renamed into place; `redo` does so with that of one
+    key. A line in the middle that is
     no output row raises FileError, unless `lenient`: then it stays and counts for nothing.
     """
     try:
         finished, failed_keys, past = array("Q"), array("Q"), Past()
+        dropped = 0
         for key, code in _whole_rows(path, lenient=lenient):
-            (finished if code is None else failed_keys).append(key_hash(key))
-            if code is not None:
+            if code is None:
+                finished.append(key_hash(key))
+            elif drop_errors or key == redo:
+                dropped += 1
+            else:
+                failed_keys.append(key_hash(key))
                 past.errors[code] += 1
         past.ok = len(finished)
-        if drop_errors and past.errors:
-            _drop_errors(path)
-            past.errors.clear()
-        elif past.errors:
-            finished.extend(failed_keys)
+        finished.extend(failed_keys)
         past.done = HashSet(finished)
-        return past
     except OSError as e:
         raise failed("read", path, e) from e
+    if dropped:
+        _drop_errors(path, None if drop_errors else redo)
+    return past
 
 
 def row_key(row: dict[str, Any]) -> tuple[bytes, str | None]:
@@ -180,9 +196,10 @@ def _error_line(row: dict[str, Any]) -> Any:
     return row["error"].get("line") if "custom_id" in row and isinstance(row["error"], dict) else row.get("line")
 
 
-def _is_error(raw: bytes) -> bool:
+def _is_error(raw: bytes, key: bytes | None) -> bool:
+    """An error row; with a `key`, that of this key."""
     row = read_row(raw)
-    return row is not None and row[1] is not None
+    return row is not None and row[1] is not None and key in (None, row[0])
 
 
 def read_row(raw: bytes) -> tuple[bytes, str | None] | None:
@@ -216,20 +233,23 @@ def _whole_rows(path: Path, *, lenient: bool) -> Iterator[tuple[bytes, str | Non
 
 def _mend(path: Path, torn_at: int | None) -> None:
     """Cuts a torn last row off at its first byte; a complete one only lacks its newline."""
-    with open(path, "r+b") as f:
-        if torn_at is not None:
-            f.truncate(torn_at)
-        else:
-            f.seek(0, os.SEEK_END)
-            f.write(b"\n")
+    try:
+        with open(path, "r+b", buffering=0) as f:
+            if torn_at is not None:
+                f.truncate(torn_at)
+            else:
+                f.seek(0, os.SEEK_END)
+                write_all(f, b"\n")
+    except OSError as e:
+        raise failed("mend", path, e) from e
 
 
-def _drop_errors(path: Path) -> None:
+def _drop_errors(path: Path, key: bytes | None) -> None:
     def write(target: IO[bytes]) -> None:
         with suppress(OSError):
             shutil.copymode(path, target.name)
         for _, raw in rows_of(path):
-            if not _is_error(raw):
+            if not _is_error(raw, key):
                 target.write(raw)
 
     replace_file(path, write)

@@ -22,7 +22,7 @@ class BatchOptions:
     `model` holds JSON values that say which model is asked for and how it is loaded (name, quantize, ...); `identify`
     tells which one the name stands for at the moment (commit, or files), empty while nothing is known because nothing
     has been fetched. A resume with other values is refused. `sampling` overrides the model's defaults. Without
-    `progress` nothing is written to stderr.
+    `progress` nothing is written to stderr, and no bar if `plain`.
     """
 
     input: str
@@ -41,6 +41,7 @@ class BatchOptions:
     shard: tuple[int, int] | None = None
     summary: str | None = None
     progress: bool = True
+    plain: bool = False
 
     @property
     def style(self) -> Style:

@@ -66,7 +66,7 @@ class Row:
     """A line as it was understood. `named` is False when the id could not be read; `id` is the line number then.
 
     `messages` is a string for a raw prompt. `given` holds checked sampling parameters. `extra` is the
-    JSON text of the keys to pass through.
+    JSON text of the keys to pass through. `size` is the line's, in bytes.
     """
 
     line: int
@@ -77,6 +77,7 @@ class Row:
     given: Mapping[str, Any] = field(default_factory=dict)
     extra: str | None = None
     error: RowError | None = None
+    size: int = 0
 
     @property
     def key(self) -> bytes:
@@ -94,7 +95,7 @@ class Row:
 def parse(line: Line, style: Style, fallback: Kind = "simple") -> Row:
     """`fallback` is the kind to answer in when the line itself does not tell."""
     guess: Kind = "chat" if b'"custom_id"' in line.data else fallback
-    row = Row(line.number, line.number, kind=guess)
+    row = Row(line.number, line.number, kind=guess, size=len(line.data))
     try:
         obj = load(line)
         row = replace(row, kind=_kind(obj))

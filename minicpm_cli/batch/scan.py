@@ -25,7 +25,8 @@ _SHOWN = 5  # pairs of lines with the same id
 class Scan:
     """`size` bytes were read; lines appended later belong to the next run. `rows` counts those of the shard.
 
-    `prefix_sha256` is that of the first `mark` bytes. `split_line` is the line in whose middle the mark fell.
+    `prefix_sha256` is that of the first `mark` bytes. `split_line` is the line in whose middle the mark fell, if what
+    stood there then was a row; `grown_line` is that line if it was none yet, as when a writer was in the middle of it.
     """
 
     size: int
@@ -33,16 +34,19 @@ class Scan:
     rows: int
     prefix_sha256: str | None
     split_line: int | None
+    grown_line: int | None = None
 
 
-def scan_input(path: Path, shard: tuple[int, int] | None = None, mark: int | None = None) -> Scan:
-    """Raises UsageError that names both lines of an id that occurs twice, FileError."""
+def scan_input(source: BinaryIO, path: Path, shard: tuple[int, int] | None = None, mark: int | None = None) -> Scan:
+    """Reads `source` from its start and goes back there. Raises UsageError that names both lines of an id that occurs
+    twice, FileError.
+    """
     try:
-        with open(path, "rb") as source:
-            hashes = array("Q")  # 8 bytes a row: a million rows take 8 MB
-            scan = _Pass(source, hashes, shard, mark).run()
-            _refuse_repeated(source, scan.size, repeated(hashes), path)
-            return scan
+        hashes = array("Q")  # 8 bytes a row: a million rows take 8 MB
+        scan = _Pass(source, hashes, shard, mark).run()
+        _refuse_repeated(source, scan.size, repeated(hashes), path)
+        source.seek(0)
+        return scan
     except OSError as e:
         raise failed("read", path, e) from e
 
@@ -53,6 +57,7 @@ class _Pass:
         self._digest = hashlib.sha256()
         self._prefix: _Hash | None = None
         self._split: int | None = None
+        self._grown: int | None = None
 
     def run(self) -> Scan:
         rows = size = 0
@@ -66,7 +71,7 @@ class _Pass:
                 rows += in_shard(number, self._shard)
                 self._note_id(line)
         prefix = None if self._prefix is None else self._prefix.hexdigest()
-        return Scan(size, self._digest.hexdigest(), rows, prefix, self._split)
+        return Scan(size, self._digest.hexdigest(), rows, prefix, self._split, self._grown)
 
     def _note_id(self, line: Line) -> None:
         key = read_id(line)
@@ -82,7 +87,11 @@ class _Pass:
         self._prefix = self._digest.copy()
         self._digest.update(raw[cut:])
         if raw[cut:].strip():
-            self._split = number
+            before = trimmed(number, offset, raw[:cut])
+            if before is None or read_id(before) is None:
+                self._grown = number
+            else:
+                self._split = number
 
 
 def _refuse_repeated(source: BinaryIO, size: int, suspects: set[int], path: Path) -> None:

@@ -12,7 +12,10 @@ from minicpm_cli.types import Usage
 
 @dataclass(slots=True)
 class Counts:
-    """`total` rows are in the input (None: a stream); `skipped` were finished by an earlier run."""
+    """`total` rows are in the input (None: a stream); `skipped` were finished by an earlier run.
+
+    Tokens are those of finished rows; `seen_*` those of all, rows that still run among them.
+    """
 
     total: int | None = None
     skipped: int = 0
@@ -21,6 +24,8 @@ class Counts:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    seen_prompt_tokens: int = 0
+    seen_completion_tokens: int = 0
 
     @property
     def failed(self) -> int:
@@ -39,12 +44,23 @@ class Counts:
 
 
 @dataclass(frozen=True, slots=True)
+class Host:
+    """What the rows ran on, None where no row needed a model or it has no GPU."""
+
+    model: str | None = None
+    device: str | None = None
+    load_seconds: float | None = None
+    gpu_memory_peak_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class BatchSummary:
     """Rows and tokens are those of this run; `earlier_errors` counts failed rows that an earlier one left in OUT.
 
-    `seconds` leave out the loading of the model.
+    `total` rows are in the input, None for a stream. `seconds` leave out the loading of the model.
     """
 
+    total: int | None
     ok: int
     failed: int
     skipped: int
@@ -57,12 +73,14 @@ class BatchSummary:
     seed: int
     output: str
     interrupted: bool = False
+    host: Host = Host()
 
     @classmethod
     def of(
-        cls, counts: Counts, earlier_errors: int, seconds: float, seed: int, output: str, interrupted: bool
+        cls, counts: Counts, host: Host, earlier_errors: int, seconds: float, seed: int, output: str, interrupted: bool
     ) -> BatchSummary:
         return cls(
+            counts.total,
             counts.ok,
             counts.failed,
             counts.skipped,
@@ -75,6 +93,7 @@ class BatchSummary:
             seed,
             output,
             interrupted,
+            host,
         )
 
     @property
@@ -82,25 +101,38 @@ class BatchSummary:
         """1 when OUT holds a failed row, be it of this run or of an earlier one."""
         return 1 if self.failed or self.earlier_errors else 0
 
+    @property
+    def cache_hit_rate(self) -> float:
+        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
     def rate(self, tokens: int) -> float:
         return tokens / self.seconds if self.seconds > 0 else 0.0
 
     def as_json(self) -> dict[str, Any]:
-        return asdict(self) | {
+        own = asdict(self)
+        host = own.pop("host")
+        return own | {
             "rows": self.ok + self.failed,
+            "rows_per_second": round(self.rate(self.ok + self.failed), 3),
             "prompt_tokens_per_second": round(self.rate(self.prompt_tokens), 3),
             "completion_tokens_per_second": round(self.rate(self.completion_tokens), 3),
+            "cache_hit_rate": round(self.cache_hit_rate, 4),
+            **host,
         }
 
     def lines(self) -> list[str]:
         """What a person is told."""
-        codes = ", ".join(f"{n} {code}" for code, n in self.errors.items())
+        codes = ", ".join(f"{n:,} {code}" for code, n in self.errors.items())
         failed = f"{self.failed:,} failed ({codes})" if self.failed else "0 failed"
         skipped = f", {self.skipped:,} were done before" if self.skipped else ""
+        cached = f", {self.cache_hit_rate:.0%} of them cached" if self.cached_tokens else ""
+        peak = self.host.gpu_memory_peak_bytes
+        memory = "" if peak is None else f", at most {peak / 1e9:,.1f} GB of GPU memory"
         said = [
             f"{self.ok + self.failed:,} rows: {self.ok:,} ok, {failed}{skipped}.",
-            f"{self.prompt_tokens:,} tokens in ({self.rate(self.prompt_tokens):,.1f}/s), "
-            f"{self.completion_tokens:,} out ({self.rate(self.completion_tokens):,.1f}/s), {self.seconds:,.1f} s.",
+            f"{self.prompt_tokens:,} tokens in ({self.rate(self.prompt_tokens):,.1f}/s){cached}, "
+            f"{self.completion_tokens:,} out ({self.rate(self.completion_tokens):,.1f}/s), "
+            f"{self.seconds:,.1f} s{memory}.",
         ]
         if self.exit_code and self.output != "-":
             before = f", {self.earlier_errors:,} of them from earlier runs" if self.earlier_errors else ""

@@ -68,6 +68,7 @@ def batch(
         shard=None if shard is None else parse_shard(shard),
         summary=summary,
         progress=not settings.quiet,
+        plain=settings.plain,
     )
     with ExitStack() as stack:  # the model is opened by the first row that needs it
         done = run_batch(lambda: stack.enter_context(invocation.model(settings)), options)

@@ -22,10 +22,8 @@ from minicpm_cli.batch import run as run_module
 from minicpm_cli.batch.files import Lock
 from minicpm_cli.batch.options import BatchOptions, parse_shard
 from minicpm_cli.batch.order import InOrder
-from minicpm_cli.batch.progress import Bar, Lines, status
 from minicpm_cli.batch.run import run_batch
 from minicpm_cli.batch.scan import scan_input
-from minicpm_cli.batch.summary import Counts
 from minicpm_cli.errors import DeviceError, FileError, Interrupted, ModelNotFound, RequestError, UsageError
 from minicpm_cli.types import Event, Request
 
@@ -481,6 +479,9 @@ class _Bytes:
     def __init__(self, data: bytes = b"") -> None:
         self.buffer = io.BytesIO(data)
 
+    def isatty(self) -> bool:
+        return False
+
 
 def test_standard_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     stdout = _Bytes()
@@ -548,7 +549,8 @@ def test_order_window_holds_back_the_source(source: Path, out: Path, monkeypatch
 def test_scan_of_many_lines_is_small(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "in", (b'{"id":"row-%d","prompt":"x"}' % i for i in range(100_000)))
     tracemalloc.start()
-    assert scan_input(source).rows == 100_000
+    with open(source, "rb") as f:
+        assert scan_input(f, source).rows == 100_000
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 5_000_000  # a million rows: 50 MB
@@ -567,44 +569,10 @@ def test_run_is_flat(tmp_path: Path, out: Path) -> None:
         return top
 
     peak(50)
-    assert peak(3000) < peak(300) + 200_000
+    assert peak(4000) < peak(1000) + 200_000  # both fill the window
 
 
 def test_one_line_of_50_mb(tmp_path: Path, out: Path) -> None:
     source = write_lines(tmp_path / "in", [{"id": "big", "prompt": "x" * 50_000_000}, {"prompt": "y"}])
     run(source, out, FakeLLM(answer=lambda r: "ok"))
     assert sorted(str(r["id"]) for r in rows(out)) == ["2", "big"]
-
-
-# ---- progress -----------------------------------------------------------------------------------------------------
-
-
-def test_progress_says_how_far(capsys: pytest.CaptureFixture[str], source: Path, out: Path) -> None:
-    counts = Counts(total=500, skipped=100, ok=98, prompt_tokens=10_000, completion_tokens=500)
-    counts.errors["internal"] = 2
-    assert status(counts, 10) == "200/500 rows, 2 failed, 1,000 tok/s in, 50 tok/s out, 0:00:30 left"
-    assert status(Counts(), 0) == "0 rows, 0 failed, 0 tok/s in, 0 tok/s out"
-    stream, now = io.StringIO(), [0.0]
-    lines = Lines(stream, lambda: now[0])
-    for now[0] in (1.0, 9.9, 10.0, 12.0, 20.5):
-        lines.update(counts)
-    assert stream.getvalue().count("\n") == 2
-    assert run(source, out).lines()[0] == "20 rows: 20 ok, 0 failed."
-    assert run(source, out).lines()[0] == "0 rows: 0 ok, 0 failed, 20 were done before."
-    assert capsys.readouterr() == ("", "")
-
-
-def test_bar_draws(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    monkeypatch.setenv("TERM", "xterm")
-    screen = Terminal()
-    bar = Bar(screen)
-    bar.start()
-    bar.update(Counts(total=10, ok=5))
-    bar.say("note [bold]kept[/bold]")
-    bar.stop()
-    assert "5/10 rows" in screen.getvalue()
-    assert "note [bold]kept[/bold]" in screen.getvalue()
