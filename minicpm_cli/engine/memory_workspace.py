@@ -14,7 +14,7 @@ from minicpm_cli.model.shapes import EMBED, HEAD, is_linear, tensor_shapes
 SCORE_COPIES = 6  # float32 rows of logits alive at once while sampling: scores, weights, float64 sums, masks
 GPU_SCORE_COPIES = 4  # kernels filter where they read: logits, what penalties make of them, counts, the host's copy
 CUBLAS = 34 << 20  # bytes of torch's workspace for products on Hopper, of each stream that computes
-PREFILL_GRAPH = 512  # tokens of the longest prompt whose step is captured
+PREFILL_GRAPH = 2048  # tokens of the longest prompt whose step is captured
 ROTATION = 4 * 4  # bytes an element of the rotary angles: the angle, sine and cosine in float32, one on its way
 ROUNDING = 16  # bytes a weight of a matrix that is quantized as it is loaded
 
@@ -59,7 +59,7 @@ def workspace(cfg: ModelConfig, tokens: int, seqs: int, form: Form, *, graphs: b
 
 def step_bytes(cfg: ModelConfig, tokens: int, seqs: int, form: Form) -> int:
     """Of one step: its block or its sampling, whichever is more."""
-    block = tokens * _block_bytes(cfg, form) + _scratch(cfg, tokens, form)
+    block = tokens * _block_bytes(cfg, form) + _scratch(cfg, form)
     copies = SCORE_COPIES if form.cpu else GPU_SCORE_COPIES
     sampling = seqs * (cfg.vocab * (4 * copies + form.itemsize) + 2 * cfg.hidden_size * form.itemsize)
     fixed = 0 if form.cpu else CUBLAS
@@ -88,7 +88,7 @@ def _mlp(cfg: ModelConfig) -> int:
     return cfg.hidden_size + active * (3 * cfg.intermediate + (cfg.hidden_size if cfg.moe else 0))
 
 
-def _scratch(cfg: ModelConfig, tokens: int, form: Form) -> int:
+def _scratch(cfg: ModelConfig, form: Form) -> int:
     """The widest matrix, unpacked for a product."""
     return form.itemsize * _widest(cfg) if form.packed else 0
 
@@ -111,7 +111,8 @@ def _load(cfg: ModelConfig, form: Form) -> int:
 
 def _capture(cfg: ModelConfig, seqs: int, form: Form) -> int:
     """The pool of the captured steps, which share the activations of the largest one and a stream of their own."""
-    return CUBLAS + max(seqs, PREFILL_GRAPH) * _block_bytes(cfg, form) + seqs * cfg.vocab * (4 + form.itemsize)
+    block = max(seqs, PREFILL_GRAPH) * _block_bytes(cfg, form) + _scratch(cfg, form)
+    return CUBLAS + block + seqs * cfg.vocab * (4 + form.itemsize)
 
 
 def ends_bytes(cfg: ModelConfig, itemsize: int) -> int:

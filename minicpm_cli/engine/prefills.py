@@ -1,4 +1,4 @@
-"""A short prompt for itself, as a chat's turn begins: launching its kernels would take longer than they do to run.
+"""A prompt for itself, as a chat's turn begins: launching its kernels would take longer than they do to run.
 
 Its tokens are padded to a few sizes, which are captured as decode steps are. Behind them comes a sequence of padding
 that lives in the dummy page.
@@ -14,11 +14,14 @@ from torch import Tensor
 
 from minicpm_cli.engine.graphs import Capture, DeviceDraw, Work
 from minicpm_cli.engine.inputs import Kind, StepInputs, fill_draws, kind_of, step_layout
+from minicpm_cli.engine.memory_workspace import PREFILL_GRAPH
 from minicpm_cli.engine.pages import DUMMY
 from minicpm_cli.engine.plan import Chunk
 from minicpm_cli.kernels.batch import ForwardBatch
 
-SIZES = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)  # tokens; with more the device takes longer than the host
+# In tokens. To launch the kernels of one after the other took a host from 13 to 35 ms, in which an H200 computes 1,400
+# to 3,600 tokens of the 2B.
+SIZES = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1280, 1536, 1792, PREFILL_GRAPH)
 
 
 class PrefillSteps:
