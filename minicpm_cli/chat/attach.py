@@ -9,10 +9,24 @@ from pathlib import Path
 from minicpm_cli.errors import FileError, UsageError
 
 _FENCE = re.compile(r"`{3,}")
+_HEAD = 8192  # bytes in which a zero tells a binary file, as for git
+_MAGIC = (
+    (b"%PDF-", "PDF"),
+    (b"\x89PNG", "PNG image"),
+    (b"\xff\xd8\xff", "JPEG image"),
+    (b"GIF8", "GIF image"),
+    (b"PK\x03\x04", "zip, or an office document"),
+    (b"\x1f\x8b", "gzip"),
+    (b"\x7fELF", "program"),
+    (b"GGUF", "GGUF model"),
+)
 
 
 def decode(data: bytes, name: str) -> str:
-    """UTF-8 text, a BOM left out. Raises UsageError naming the first byte that is none."""
+    """UTF-8 text, a BOM left out. Raises UsageError for a binary file, or naming the first byte that is no text."""
+    kind = _kind(data)
+    if kind:
+        raise UsageError(f"{name} is {kind}")
     try:
         return data.removeprefix(b"\xef\xbb\xbf").decode("utf-8")
     except UnicodeDecodeError as error:
@@ -20,6 +34,16 @@ def decode(data: bytes, name: str) -> str:
         raise UsageError(
             f"{name} is not UTF-8: byte 0x{data[offset]:02x} at offset {offset}. Convert it first (iconv -t utf-8)."
         ) from None
+
+
+def _kind(data: bytes) -> str | None:
+    """What is no UTF-8 text, by how it begins. UTF-16 is text, and most of its bytes may be zeros."""
+    if data.startswith((b"\xff\xfe", b"\xfe\xff")):
+        return "UTF-16 text. Convert it first (iconv -f utf-16 -t utf-8)."
+    found = next((kind for magic, kind in _MAGIC if data.startswith(magic)), None)
+    if found or b"\0" in data[:_HEAD]:
+        return f"a binary file{f' ({found})' if found else ''}. Only text can be put into a prompt."
+    return None
 
 
 def path_of(text: str | Path) -> Path:

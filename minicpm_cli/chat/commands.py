@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
-from dataclasses import dataclass, fields
-from pathlib import Path
-from typing import Any
+import difflib
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
-from minicpm_cli.chat.attach import path_of, read_text
+from minicpm_cli.chat import about, files, past, tuning
 from minicpm_cli.chat.chat import Chat
-from minicpm_cli.chat.sessions import SUFFIX, Transcript
 from minicpm_cli.errors import UsageError
-from minicpm_cli.types import Message, SamplingParams
+
+_WORD = re.compile(r"/[A-Za-z?][\w-]*(?=\s|$)|/\?(?=\s|$)")
+_KEYS = (
+    "Enter sends; Alt-Enter or a \\ at the end begins a new line; Tab completes; Up and Ctrl-R find what was typed "
+    "before; Ctrl-G opens $EDITOR; Ctrl-C stops a reply.",
+    "//text is a question that begins with /.",
+)
 
 
 class Leave(Exception):
@@ -22,158 +26,69 @@ class Leave(Exception):
         self.code = code
 
 
+def _no_words(chat: Chat, typed: str) -> Iterable[str]:
+    return ()
+
+
 @dataclass(frozen=True, slots=True)
 class Command:
+    """`words` are what the last word of an argument may become, given the argument so far; `paths`: a path, too."""
+
     usage: str  # "/undo [N]"
     help: str
     run: Callable[[Chat, str], None]
+    words: Callable[[Chat, str], Iterable[str]] = _no_words
+    paths: bool = False
 
     @property
     def name(self) -> str:
         return self.usage.split()[0]
 
 
+def is_command(text: str) -> bool:
+    """A path like /usr/bin is a question's beginning, and so is /* a comment."""
+    return _WORD.match(text) is not None
+
+
 def run(chat: Chat, line: str) -> None:
     """Runs a command line. Raises UsageError for an unknown one, Leave for /exit."""
-    name, _, argument = line.partition(" ")
-    commands = {command.name: command for command in COMMANDS}
-    if name not in commands:
-        near = [known for known in commands if known.startswith(name)]
+    if "\0" in line:
+        raise UsageError("a command cannot hold a zero byte")
+    name, *rest = line.split(None, 1)
+    _named(name).run(chat, rest[0].strip() if rest else "")
+
+
+def find(name: str) -> Command | None:
+    return next((command for command in COMMANDS if command.name == name), None)
+
+
+def _named(name: str) -> Command:
+    found = find(name)
+    if found is None:
+        near = [command for command in COMMANDS if command.name.startswith(name)]
         if len(near) != 1:
-            raise UsageError(f"unknown command {name}. /help lists them; a question that begins with / needs //")
-        name = near[0]
-    commands[name].run(chat, argument.strip())
+            raise UsageError(f"unknown command {name}.{_nearest(name, near)} /help lists them")
+        found = near[0]
+    return found
+
+
+def _nearest(name: str, begun: list[Command]) -> str:
+    """` Did you mean ...?`"""
+    names = [c.name for c in begun] or difflib.get_close_matches(name.lower(), [c.name for c in COMMANDS], 1, 0.5)
+    return f" Did you mean {' or '.join(names)}?" if names else ""
 
 
 def _help(chat: Chat, argument: str) -> None:
-    width = max(len(command.usage) for command in COMMANDS)
-    for command in COMMANDS:
+    shown = [_named("/" + argument.lstrip("/"))] if argument else COMMANDS
+    width = max(len(command.usage) for command in shown)
+    for command in shown:
         chat.terminal.line(f"{command.usage:<{width}}  {command.help}")
-    chat.terminal.line("Alt-Enter or a \\ at the end of the line: new line; Ctrl-G: $EDITOR; Ctrl-C stops a reply.")
+    for line in () if argument else _KEYS:
+        chat.terminal.line(line)
 
 
-def _system(chat: Chat, argument: str) -> None:
-    if argument:
-        chat.conversation.set_system(None if argument == "-" else argument)
-    system = chat.conversation.system
-    chat.terminal.line(
-        f"system prompt: {system}" if system else "no system prompt; /system TEXT sets one, - removes it"
-    )
-
-
-def _set(chat: Chat, argument: str) -> None:
-    name, _, text = argument.partition(" ")
-    name = name.replace("-", "_")
-    if text.strip() == "default":
-        chat.given.pop(name, None)
-    elif text:
-        value = _value(name, text.strip())
-        chat.params.checked({name: value})
-        chat.given[name] = value
-    names = [f.name for f in fields(SamplingParams)]
-    if name and name not in names:
-        raise UsageError(f"unknown setting {name!r}. Settings: {', '.join(names)}")
-    for shown in [name] if name else names:
-        origin = "set" if shown in chat.given else "default"
-        chat.terminal.line(f"{shown} = {getattr(chat.params, shown)!r} ({origin})")
-
-
-def _value(name: str, text: str) -> Any:
-    """Numbers, true and false as JSON spells them; anything else is text, and so is any stop."""
-    try:
-        value = json.loads(text)
-    except ValueError:
-        return text
-    return text if name == "stop" and not isinstance(value, str | list) else value
-
-
-def _retry(chat: Chat, argument: str) -> None:
-    chat.retry()
-
-
-def _undo(chat: Chat, argument: str) -> None:
-    if argument and not (argument.isdecimal() and int(argument) > 0):
-        raise UsageError(f"/undo takes a number of questions, not {argument!r}")
-    taken = chat.conversation.undo(int(argument or 1))
-    chat.terminal.line(f"took back {taken} question{'' if taken == 1 else 's'}; {chat.conversation.questions} left")
-
-
-def _reset(chat: Chat, argument: str) -> None:
-    chat.conversation.reset()
-    chat.terminal.line("a new beginning" + ("; the system prompt stays" if chat.conversation.system else ""))
-
-
-def _save(chat: Chat, argument: str) -> None:
-    is_file = "/" in argument or "." in argument
-    path = path_of(argument) if is_file else chat.sessions.path(argument or chat.name)
-    Transcript(path).rewrite(chat.conversation.turns)
-    chat.terminal.line(f"saved {len(chat.conversation.turns)} messages to {path}")
-
-
-def _load(chat: Chat, argument: str) -> None:
-    if not argument:
-        raise UsageError("/load needs a session's name (see /sessions) or a file")
-    path = path_of(argument)
-    path = path if path.is_file() else chat.sessions.path(argument.removesuffix(SUFFIX))
-    chat.conversation.replace(Transcript(path).read())
-    chat.terminal.line(f"loaded {len(chat.conversation.turns)} messages from {path}")
-
-
-def _sessions(chat: Chat, argument: str) -> None:
-    for name in chat.sessions.names():
-        chat.terminal.line(f"{'*' if name == chat.name else ' '} {name}")
-    chat.terminal.line(f"in {chat.sessions.folder}")
-
-
-def _file(chat: Chat, argument: str) -> None:
-    if not argument:
-        raise UsageError("/file needs the path of a text file")
-    text = read_text(Path(argument))
-    chat.attached.append((argument, text))
-    chat.terminal.line(f"{argument} ({len(text)} characters) goes with your next question")
-
-
-def _stats(chat: Chat, argument: str) -> None:
-    info, total = chat.llm.info, chat.total
-    if chat.last:
-        chat.terminal.line(f"last reply: {chat.last.summary()}")
-    chat.terminal.line(
-        f"all replies: {total.prompt_tokens} tokens in ({total.cached_tokens} cached), {total.completion_tokens} out"
-    )
-    looked_up = chat.llm.speculated
-    if looked_up.drafts:
-        chat.terminal.line(
-            f"lookup: {looked_up.accepted} of {looked_up.proposed} expected tokens came, "
-            f"{looked_up.mean_accepted:.1f} more a step"
-        )
-    chat.terminal.line(f"context: {chat.room()} of {info.context} tokens left")
-    chat.terminal.line(
-        f"memory: {info.weight_bytes / 1e9:.2f} GB weights ({info.scheme}), {info.cache_bytes / 1e9:.2f} GB cache "
-        f"on {info.device}"
-    )
-
-
-def _think(chat: Chat, argument: str) -> None:
-    choices: dict[str, bool | None] = {"on": True, "off": False, "default": None}
-    if argument and argument not in choices:
-        raise UsageError(f"/think takes on, off or default, not {argument!r}")
-    if argument:
-        chat.given["think"] = choices[argument]
-    state = {True: "on", False: "off", None: "as the template has it"}[chat.params.think]
-    chat.terminal.line(f"thinking: {state}")
-
-
-def _template(chat: Chat, argument: str) -> None:
-    info = chat.llm.info
-    chat.terminal.line(f"chat template: {info.template} (another one: minicpm chat --chat-template)")
-    chat.terminal.line(info.template_source)
-
-
-def _prompt(chat: Chat, argument: str) -> None:
-    messages = chat.conversation.messages or (Message("user", argument or "..."),)
-    ids = chat.llm.prompt(chat.request(messages))
-    chat.terminal.line("".join(piece for _, piece in chat.llm.pieces(ids)))
-    chat.terminal.line(f"({len(ids)} tokens)")
+def _names(chat: Chat, typed: str) -> Iterable[str]:
+    return [command.name.removeprefix("/") for command in COMMANDS]
 
 
 def _exit(chat: Chat, argument: str) -> None:
@@ -181,19 +96,44 @@ def _exit(chat: Chat, argument: str) -> None:
 
 
 COMMANDS: tuple[Command, ...] = (
-    Command("/help", "this list", _help),
-    Command("/system [TEXT|-]", "show, set or remove the system prompt", _system),
-    Command("/set [NAME [VALUE|default]]", "show or change a sampling value, e.g. /set temperature 0.2", _set),
-    Command("/retry", "answer the last question again", _retry),
-    Command("/undo [N]", "take back the last N questions with their answers", _undo),
-    Command("/reset", "start over; the system prompt stays", _reset),
-    Command("/save [NAME|FILE]", "write the conversation to another session or file", _save),
-    Command("/load NAME|FILE", "replace the conversation by a saved one", _load),
-    Command("/sessions", "list the saved conversations, newest first", _sessions),
-    Command("/file FILE", "send a text file with the next question", _file),
-    Command("/stats", "tokens, speed, cache hits, context left, memory", _stats),
-    Command("/think [on|off|default]", "whether the model thinks before it answers", _think),
-    Command("/template", "show the chat template", _template),
-    Command("/prompt", "show the prompt exactly as the model reads it", _prompt),
+    Command("/help [COMMAND]", "this list", _help, _names),
+    Command("/system [TEXT|-]", "show, set or remove (-) the system prompt", tuning.system),
+    Command(
+        "/set [NAME [VALUE|default]]", "show or change settings, e.g. /set temperature 0.2", tuning.set_, tuning.words
+    ),
+    Command("/think [on|off|default]", "whether the model thinks before it answers", tuning.think, tuning.think_words),
+    Command(
+        "/retry [NAME=VALUE]...",
+        "answer the last question again, e.g. /retry temperature=0.9",
+        past.retry,
+        past.retry_words,
+    ),
+    Command("/continue [NAME=VALUE]...", "let the model go on with its last reply", past.go_on, past.retry_words),
+    Command("/edit-reply", "put the last reply right in $EDITOR; /continue goes on from it", past.edit_reply),
+    Command("/undo [N]", "take back the last N questions with their answers", past.undo),
+    Command(
+        "/branch [NAME [N]|-]",
+        "list branches, go to one (- is the last), or begin one here, N questions back",
+        past.branch,
+        past.branch_words,
+    ),
+    Command("/reset", "start over; the system prompt stays", past.reset),
+    Command(
+        "/save [-f] [NAME|FILE]", "write the conversation to another session or file", files.save, files.names, True
+    ),
+    Command("/load NAME|FILE", "go on with a saved conversation; this one is kept", files.load, files.names, True),
+    Command("/sessions", "list the saved conversations, newest first", files.sessions),
+    Command("/file [FILE|-]", "send a text file with the next question; - sends none", files.attach, paths=True),
+    Command(
+        "/copy [code] [-f] [FILE]",
+        "copy the last reply, or its last code block, to the clipboard or a file",
+        files.copy,
+        files.copy_words,
+        True,
+    ),
+    Command("/edit [TEXT]", "write the next question in $EDITOR (as Ctrl-G does)", past.edit),
+    Command("/stats", "tokens, speed, cache hits, context left, memory", about.stats),
+    Command("/prompt [TEXT]", "show the tokens that the model reads, with TEXT as the next question", about.prompt),
+    Command("/template", "show the chat template", about.template),
     Command("/exit", "leave (so do Ctrl-D, and Ctrl-C twice)", _exit),
 )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from minicpm_cli.errors import ContextOverflow
+from minicpm_cli.chat.made import Made
 from minicpm_cli.types import Message
 
 Messages = tuple[Message, ...]
@@ -14,10 +15,16 @@ Messages = tuple[Message, ...]
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A message; `partial` when its generation was stopped half-way."""
+    """A message; `partial` when its generation was stopped half-way, `edited` when the user wrote it anew.
+
+    `made` tells how an answer was made, where that is known; `time` is in seconds since 1970.
+    """
 
     message: Message
     partial: bool = False
+    made: Made | None = None
+    edited: bool = False
+    time: int = field(default_factory=lambda: int(time.time()), compare=False)
 
 
 class Record(Protocol):
@@ -29,10 +36,14 @@ class Record(Protocol):
 
 @dataclass(slots=True)
 class Conversation:
-    """Turns in order, the system prompt (if any) first. Every change goes to `record` at once."""
+    """Turns in order, the system prompt (if any) first. Every change goes to `record` at once.
+
+    Whatever `record` raises comes after the change; `behind` says that the next change has to write everything.
+    """
 
     turns: list[Turn] = field(default_factory=list)
     record: Record | None = None
+    behind: bool = False
 
     @property
     def messages(self) -> Messages:
@@ -45,19 +56,37 @@ class Conversation:
 
     @property
     def questions(self) -> int:
-        return sum(turn.message.role == "user" for turn in self.turns)
+        return len(self._starts())
 
     @property
     def asked(self) -> Messages:
         """The messages up to the last question."""
-        messages = self.messages
-        return messages[: max((i + 1 for i, m in enumerate(messages) if m.role == "user"), default=0)]
+        return self.messages[: self._end_of_question()]
 
-    def add(self, message: Message, *, partial: bool = False) -> None:
-        turn = Turn(message, partial)
+    @property
+    def reply(self) -> Turn | None:
+        """The answer that stands last."""
+        last = self.turns[-1] if self.turns else None
+        return last if last and last.message.role == "assistant" else None
+
+    @property
+    def left_out(self) -> int:
+        """The oldest messages (the system prompt apart) that were not sent any more when the last answer was made."""
+        return next((turn.made.dropped for turn in reversed(self.turns) if turn.made), 0)
+
+    def add(self, message: Message, *, partial: bool = False, made: Made | None = None, edited: bool = False) -> None:
+        turn = Turn(message, partial, made, edited)
         self.turns.append(turn)
-        if self.record:
-            self.record.append(turn)
+        self._write(turn)
+
+    def answer(self, turn: Turn) -> None:
+        """`turn` becomes the answer to the last question, in place of what came after that."""
+        kept = self.turns[: self._end_of_question()]
+        if kept == self.turns:
+            self.turns.append(turn)
+            self._write(turn)
+        else:
+            self.replace([*kept, turn])
 
     def set_system(self, text: str | None) -> None:
         rest = self.turns[1:] if self.system is not None else self.turns
@@ -65,20 +94,10 @@ class Conversation:
 
     def undo(self, count: int = 1) -> int:
         """Takes back the last `count` questions with their answers; returns how many there were to take."""
-        starts = [i for i, turn in enumerate(self.turns) if turn.message.role == "user"]
-        taken = starts[-count:] if count > 0 else []
+        taken = self._starts()[-count:] if count > 0 else []
         if taken:
             self.replace(self.turns[: taken[0]])
         return len(taken)
-
-    def take_answer(self) -> bool:
-        """Takes back the last answer, so that its question can be asked again; False when there is no question."""
-        if not self.questions:
-            return False
-        last = max(i for i, turn in enumerate(self.turns) if turn.message.role == "user")
-        if self.turns[last + 1 :]:
-            self.replace(self.turns[: last + 1])
-        return True
 
     def reset(self) -> None:
         """Only the system prompt stays."""
@@ -86,22 +105,21 @@ class Conversation:
 
     def replace(self, turns: Sequence[Turn]) -> None:
         self.turns = list(turns)
-        if self.record:
+        self._write(None)
+
+    def _starts(self) -> list[int]:
+        return [i for i, turn in enumerate(self.turns) if turn.message.role == "user"]
+
+    def _end_of_question(self) -> int:
+        starts = self._starts()
+        return starts[-1] + 1 if starts else 0
+
+    def _write(self, added: Turn | None) -> None:
+        if self.record is None:
+            return
+        behind, self.behind = self.behind, True
+        if added is None or behind:
             self.record.rewrite(self.turns)
-
-
-def fit(messages: Messages, count: Callable[[Messages], int], limit: int) -> tuple[Messages, int]:
-    """The newest messages whose prompt has at most `limit` tokens, and how many old ones were left out.
-
-    The system prompt stays; what is left out ends before a question. Raises ContextOverflow when the last question
-    alone is too long.
-    """
-    system = messages[:1] if messages and messages[0].role == "system" else ()
-    rest = messages[len(system) :]
-    starts = [i for i, message in enumerate(rest) if message.role == "user"] or [0]
-    for start in [0, *(i for i in starts if i > 0)]:
-        kept = system + rest[start:]
-        tokens = count(kept)
-        if tokens <= limit:
-            return kept, start
-    raise ContextOverflow(tokens, 0, limit)
+        else:
+            self.record.append(added)
+        self.behind = False

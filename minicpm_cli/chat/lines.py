@@ -3,32 +3,32 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Protocol
 
 from minicpm_cli.chat.attach import decode
-from minicpm_cli.chat.commands import COMMANDS
-from minicpm_cli.chat.terminal import Terminal
+from minicpm_cli.chat.chat import Chat
+from minicpm_cli.chat.editor import edited
+from minicpm_cli.chat.overflow import Choice, Excess
+from minicpm_cli.errors import MinicpmError
 
 if TYPE_CHECKING:
     from prompt_toolkit import PromptSession
-    from prompt_toolkit.completion import CompleteEvent, Completer, Completion
-    from prompt_toolkit.document import Document
+    from prompt_toolkit.buffer import Buffer
+    from prompt_toolkit.history import FileHistory
     from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
-
-_PATH_COMMANDS = ("/file ", "/load ", "/save ")
 
 
 class Lines(Protocol):
     """`read` raises EOFError when there are no more, KeyboardInterrupt on Ctrl-C at the prompt.
 
-    `typed` tells whether a person is there to correct what was wrong.
+    `typed` tells whether a person is there to correct what was wrong; who is, finds `draft` on the line.
     """
 
     typed: bool
 
-    def read(self) -> str: ...
+    def read(self, draft: str = "") -> str: ...
 
 
 class PipedLines:
@@ -40,7 +40,7 @@ class PipedLines:
         self._pipe = pipe
         self._number = 0
 
-    def read(self) -> str:
+    def read(self, draft: str = "") -> str:
         text = self._line()
         while text.endswith("\\"):
             try:
@@ -62,37 +62,79 @@ class TypedLines:
 
     typed = True
 
-    def __init__(self, terminal: Terminal, history: Path, sessions: Iterable[str]) -> None:
-        self._session = _session(terminal, history, list(sessions))
+    def __init__(self, chat: Chat, history: Path) -> None:
+        self._session = _session(chat, history)
 
-    def read(self) -> str:
-        return self._session.prompt("> ")
+    def read(self, draft: str = "") -> str:
+        return _text(self._session.prompt("> ", default=draft))
+
+    def choose(self, excess: Excess) -> Choice:
+        """Asks what is to be left out; anything but a clear answer sends nothing."""
+        from prompt_toolkit import PromptSession
+
+        print_ = self._session.app.output
+        print_.write(f"{excess.said()}.\nWithout {excess.offer()} it fits.\n")
+        print_.flush()
+        asked = PromptSession[str](output=print_, input=self._session.app.input)
+        try:
+            said = asked.prompt("Leave that out? [y]es, [a]lways when it must be, [n]o: ").strip().lower()
+        except (KeyboardInterrupt, EOFError):
+            return "stop"
+        return "drop" if said in ("y", "yes") else "always" if said in ("a", "always") else "stop"
 
 
-def _session(terminal: Terminal, history: Path, sessions: list[str]) -> PromptSession[str]:
+def _text(typed: str) -> str:
+    """Bytes that were no UTF-8 become replacement characters."""
+    return typed.encode("utf-8", "replace").decode() if any("\ud800" <= c <= "\udfff" for c in typed) else typed
+
+
+def _session(chat: Chat, history: Path) -> PromptSession[str]:
     from prompt_toolkit import PromptSession
-    from prompt_toolkit.history import FileHistory
-    from prompt_toolkit.output import create_output
+    from prompt_toolkit.output import ColorDepth, create_output
 
+    from minicpm_cli.chat.completion import CommandCompleter
+    from minicpm_cli.chat.toolbar import Toolbar
+
+    terminal = chat.terminal
+    quiet = terminal.plain or terminal.quiet
     return PromptSession(
-        history=FileHistory(_private(history)),
+        history=_history(history),
         multiline=True,
         prompt_continuation="  ",
         key_bindings=_keys(),
-        completer=_completer(sessions),
+        completer=CommandCompleter(chat),
         complete_while_typing=False,
+        enable_history_search=False,
+        bottom_toolbar=None if quiet else Toolbar(chat),
+        color_depth=None if terminal.color and not terminal.plain else ColorDepth.DEPTH_1_BIT,
         output=create_output(terminal.out if terminal.out_tty else terminal.err),
     )
 
 
-def _private(path: Path) -> str:
-    """The history file, made for the user's eyes alone before anything is written to it."""
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600))
-    return str(path)
+def _history(path: Path) -> FileHistory:
+    """In a file for the user's eyes alone. One that cannot be written costs nobody the conversation."""
+    from prompt_toolkit.history import FileHistory
+
+    class PrivateHistory(FileHistory):
+        def load_history_strings(self) -> list[str]:
+            try:
+                return list(super().load_history_strings())
+            except OSError:
+                return []
+
+        def store_string(self, string: str) -> None:
+            with suppress(OSError):
+                super().store_string(_text(string))
+
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600))
+        path.chmod(0o600)  # an older one may be open to others
+    return PrivateHistory(str(path))
 
 
 def _keys() -> KeyBindings:
+    from prompt_toolkit.application import run_in_terminal
     from prompt_toolkit.key_binding import KeyBindings
 
     keys = KeyBindings()
@@ -112,36 +154,18 @@ def _keys() -> KeyBindings:
 
     @keys.add("c-g")
     def edit(event: KeyPressEvent) -> None:
-        event.current_buffer.open_in_editor(validate_and_handle=False)
+        run_in_terminal(lambda: _edit(event.current_buffer))
 
     return keys
 
 
-def _completer(sessions: list[str]) -> Completer:
-    from prompt_toolkit.completion import Completer, Completion, PathCompleter
+def _edit(buffer: Buffer) -> None:
     from prompt_toolkit.document import Document
 
-    paths = PathCompleter(expanduser=True)
-
-    class Commands(Completer):
-        """Command names; then paths and session names where a command takes them."""
-
-        def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterator[Completion]:
-            text = document.text_before_cursor
-            if not text.startswith("/"):
-                return
-            if " " not in text:
-                yield from (
-                    Completion(c.name, -len(text), display_meta=c.help) for c in COMMANDS if _fits(c.name, text)
-                )
-            elif text.startswith(_PATH_COMMANDS):
-                word = text.split(" ", 1)[1]
-                if not text.startswith("/file"):
-                    yield from (Completion(name, -len(word)) for name in sessions if name.startswith(word))
-                yield from paths.get_completions(Document(word), complete_event)
-
-    return Commands()
-
-
-def _fits(name: str, start: str) -> bool:
-    return name.startswith(start)
+    try:
+        text = edited(buffer.text)
+    except MinicpmError as error:
+        print(f"minicpm: {error}")
+        return
+    if text is not None:
+        buffer.document = Document(text, len(text))

@@ -6,18 +6,18 @@ from minicpm_cli.chat import commands
 from minicpm_cli.chat.chat import Chat
 from minicpm_cli.chat.commands import Leave
 from minicpm_cli.chat.lines import Lines
-from minicpm_cli.errors import ContextOverflow, MinicpmError
+from minicpm_cli.errors import ContextOverflow, FileError, MinicpmError
 
 
 def run(chat: Chat, lines: Lines) -> int:
-    """The exit code of the conversation: 0, or 130 after Ctrl-C twice at an empty prompt.
+    """The exit code of the conversation: 0, 130 after Ctrl-C twice at an empty prompt, 3 when a pipe's was not saved.
 
     Where lines come from a pipe, the first error ends it: nobody is there to mend what was wrong.
     """
     pressed = False  # Ctrl-C, and nothing since
     while True:
         try:
-            line = lines.read()
+            line = _read(chat, lines)
             pressed = False
             _do(chat, line)
             if chat.stopped and not lines.typed:
@@ -28,20 +28,29 @@ def run(chat: Chat, lines: Lines) -> int:
             pressed = True
             chat.terminal.line("(Ctrl-C again, Ctrl-D or /exit leaves)")
         except EOFError:
-            return 0
+            return _end(chat, lines)
         except Leave as leave:
-            return leave.code
+            return leave.code or _end(chat, lines)
         except MinicpmError as error:
             if not lines.typed:
                 raise
             chat.terminal.line(f"minicpm: {error}{_advice(error)}")
 
 
+def _read(chat: Chat, lines: Lines) -> str:
+    draft, chat.draft = chat.draft, ""
+    return lines.read(draft)
+
+
+def _end(chat: Chat, lines: Lines) -> int:
+    return FileError.exit_code if chat.conversation.behind and not lines.typed else 0
+
+
 def _do(chat: Chat, line: str) -> None:
     text = line.strip()
     if text.startswith("//"):
         chat.say(text[1:])
-    elif text.startswith("/"):
+    elif commands.is_command(text):
         commands.run(chat, text)
     elif text or chat.attached:
         chat.say(line)
@@ -50,4 +59,7 @@ def _do(chat: Chat, line: str) -> None:
 def _advice(error: MinicpmError) -> str:
     if not isinstance(error, ContextOverflow):
         return ""
-    return " Here: /undo N takes back what came last, /reset starts over; --overflow drop-oldest lets old messages go."
+    return (
+        " Nothing was sent. /undo N takes back what came last, /reset starts over, /set overflow drop-oldest lets old "
+        "messages go, /file - sends no files; Up brings the question back."
+    )

@@ -6,35 +6,50 @@ import json
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from minicpm_cli.chat import made
 from minicpm_cli.chat.conversation import Conversation, Turn
+from minicpm_cli.disk import sync_folder
 from minicpm_cli.errors import FileError, UsageError
 from minicpm_cli.types import ROLES, Message
 
-_NAME = re.compile(r"[^\W.][\w.-]{0,99}")
+_WORD = re.compile(r"[^\W.][\w.-]{0,99}")
+_MOST_BYTES = 220  # of the 255 that file systems allow; the rest is for suffixes
 SUFFIX = ".jsonl"
+FORK = "+"  # holidays+paris is the branch paris of the session holidays
+TRUNK = "main"  # what a session is called among its branches
 
 
 @dataclass(frozen=True, slots=True)
 class Transcript:
-    """One session file. A change of the past rewrites it whole, and atomically."""
+    """One session file. A change of the past rewrites it whole and atomically; what is written outlives a power cut."""
 
     path: Path
 
     def append(self, turn: Turn) -> None:
-        self._write(self.path, os.O_APPEND, [turn])
+        try:
+            size = self.path.stat().st_size if self.path.exists() else None
+            self._write(self.path, os.O_APPEND, [turn])
+        except OSError as error:
+            with suppress(OSError):  # half a line would swallow the next one
+                if size is not None:
+                    os.truncate(self.path, size)
+            raise self._unwritable(error) from None
 
     def rewrite(self, turns: Sequence[Turn]) -> None:
-        temporary = self.path.with_suffix(f".{os.getpid()}.tmp")
-        self._write(temporary, os.O_TRUNC, turns)
+        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
         try:
+            self._write(temporary, os.O_TRUNC, turns)
             os.replace(temporary, self.path)
+            sync_folder(self.path.parent)
         except OSError as error:
-            temporary.unlink(missing_ok=True)
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
             raise self._unwritable(error) from None
 
     def read(self) -> list[Turn]:
@@ -54,12 +69,11 @@ class Transcript:
 
     def _write(self, path: Path, mode: int, turns: Sequence[Turn]) -> None:
         text = "".join(json.dumps(_record(turn), ensure_ascii=False) + "\n" for turn in turns)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | mode, 0o600), "wb") as file:
-                file.write(text.encode("utf-8", "surrogatepass"))
-        except OSError as error:
-            raise self._unwritable(error) from None
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | mode, 0o600), "wb") as file:
+            file.write(text.encode("utf-8", "surrogatepass"))
+            file.flush()
+            os.fsync(file.fileno())
 
     def _unwritable(self, error: OSError) -> FileError:
         return FileError(f"cannot write the session {self.path}: {error.strerror or error}. Check its folder.")
@@ -79,22 +93,71 @@ class Transcript:
 
 
 @dataclass(frozen=True, slots=True)
+class Summary:
+    """What a list of sessions shows; `seconds` since its last change, `first` is how its first question begins."""
+
+    name: str
+    seconds: float
+    questions: int = 0
+    first: str = "(not readable)"
+
+    def line(self) -> str:
+        count = f"{self.questions} question{'' if self.questions == 1 else 's'}"
+        return f"{self.name}  {_ago(self.seconds)}, {count}: {self.first}"
+
+
+@dataclass(frozen=True, slots=True)
 class Sessions:
     """The folder of all sessions."""
 
     folder: Path
 
     def path(self, name: str) -> Path:
-        if not _NAME.fullmatch(name):
+        root, fork, branch = name.partition(FORK)
+        fits = _WORD.fullmatch(root) and (not fork or _WORD.fullmatch(branch))
+        if not fits or len(os.fsencode(name)) > _MOST_BYTES:
             raise UsageError(
                 f"{name!r} cannot name a session: use letters, digits, '.', '-' and '_', at most 100, no '.' first"
             )
         return self.folder / f"{name}{SUFFIX}"
 
+    def exists(self, name: str) -> bool:
+        return self.path(name).exists()
+
+    def branch(self, name: str, branch: str) -> str:
+        """The session's name of `branch` of the session `name`, which may be a branch itself."""
+        root = name.partition(FORK)[0]
+        if FORK in branch:
+            raise UsageError(f"{branch!r} cannot name a branch: use letters, digits, '.', '-' and '_'")
+        return root if branch == TRUNK else root + FORK + branch
+
+    def branches(self, name: str) -> list[str]:
+        """The branches of a session, the trunk first, then the newest."""
+        root = name.partition(FORK)[0] + FORK
+        return [TRUNK, *(found.removeprefix(root) for found in self.names() if found.startswith(root))]
+
     def names(self) -> list[str]:
         """Newest first."""
-        paths = [(path.stat().st_mtime_ns, path) for path in self.folder.glob(f"*{SUFFIX}")]
-        return [path.stem for _, path in sorted(paths, reverse=True)]
+        return [path.name.removesuffix(SUFFIX) for _, path in sorted(self._dated(), reverse=True)]
+
+    def summaries(self, most: int = 30) -> list[Summary]:
+        """The newest `most` sessions."""
+        now = time.time()
+        return [self._summary(path, now - when / 1e9) for when, path in sorted(self._dated(), reverse=True)[:most]]
+
+    def _summary(self, path: Path, seconds: float) -> Summary:
+        name = path.name.removesuffix(SUFFIX)
+        try:
+            asked = [turn.message.content for turn in Transcript(path).read() if turn.message.role == "user"]
+        except FileError:
+            return Summary(name, seconds)
+        return Summary(name, seconds, len(asked), beginning(asked[0]) if asked else "")
+
+    def _dated(self) -> Iterator[tuple[int, Path]]:
+        """Files with the time of their last change; one that goes meanwhile is left out, and so is a hidden one."""
+        for path in self.folder.glob(f"[!.]*{SUFFIX}"):
+            with suppress(FileNotFoundError):
+                yield path.stat().st_mtime_ns, path
 
     def latest(self) -> str:
         """Raises UsageError when there is none."""
@@ -121,18 +184,34 @@ class Sessions:
         return next(name for name in names if not self.path(name).exists())
 
 
+def beginning(text: str) -> str:
+    """How a message begins, in one line."""
+    return " ".join(text.split())[:40]
+
+
+def _ago(seconds: float) -> str:
+    for size, unit in ((86400, "day"), (3600, "hour"), (60, "minute")):
+        if seconds >= size:
+            count = int(seconds // size)
+            return f"{count} {unit}{'' if count == 1 else 's'} ago"
+    return "now"
+
+
 def _record(turn: Turn) -> dict[str, Any]:
     message = turn.message
     record: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.reasoning is not None:
         record["reasoning"] = message.reasoning
-    return record | ({"partial": True} if turn.partial else {}) | {"time": int(time.time())}
+    marks = {name: True for name in ("partial", "edited") if getattr(turn, name)}
+    return record | marks | (made.record(turn.made) if turn.made else {}) | {"time": turn.time}
 
 
 def _turn(record: Any) -> Turn:
     if not isinstance(record, dict) or record.get("role") not in ROLES:
         raise ValueError(f"role must be one of {', '.join(ROLES)}")
-    content, reasoning = record.get("content"), record.get("reasoning")
+    content, reasoning, when = record.get("content"), record.get("reasoning"), record.get("time")
     if not isinstance(content, str) or not isinstance(reasoning, str | None):
         raise ValueError("content and reasoning must be strings")
-    return Turn(Message(record["role"], content, reasoning), record.get("partial") is True)
+    message = Message(record["role"], content, reasoning)
+    when = when if isinstance(when, int) else int(time.time())
+    return Turn(message, record.get("partial") is True, made.read(record), record.get("edited") is True, when)

@@ -1,28 +1,36 @@
-"""`minicpm chat`: a conversation."""
+"""`minicpm chat`: a conversation, or one that is held again."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Annotated, cast
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Annotated, Any, BinaryIO
 
 import typer
 
 from minicpm_cli.chat import repl
-from minicpm_cli.chat.chat import Chat, Overflow
-from minicpm_cli.chat.conversation import Conversation
+from minicpm_cli.chat.attach import path_of
+from minicpm_cli.chat.chat import Chat
+from minicpm_cli.chat.conversation import Conversation, Turn
 from minicpm_cli.chat.lines import Lines, PipedLines, TypedLines
-from minicpm_cli.chat.sessions import Sessions
+from minicpm_cli.chat.made import Source
+from minicpm_cli.chat.overflow import OVERFLOWS
+from minicpm_cli.chat.replay import replay
+from minicpm_cli.chat.sessions import Sessions, Transcript
 from minicpm_cli.cli.options import LOAD, LOOKUP, MODEL, OUTPUT, SAMPLING, Flags, examples, takes
 from minicpm_cli.cli.runtime import Invocation, stdin_bytes
 from minicpm_cli.errors import UsageError
-from minicpm_cli.settings import DEFAULT, Settings
+from minicpm_cli.llm.info import LanguageModel
+from minicpm_cli.settings import DEFAULT, Layer, LoadOptions, Settings
+from minicpm_cli.types import SamplingParams
 
-_OVERFLOWS = ("stop", "drop-oldest")
 _EXAMPLES = examples(
     "minicpm chat",
     'minicpm chat -m minicpm4-0.5b -s "You are a librarian."',
     "minicpm chat --session holidays --overflow drop-oldest",
     "minicpm chat -c",
+    "minicpm chat --replay holidays",
     "printf 'Name a river.\\nAnd another one.\\n' | minicpm chat -q",
 )
 
@@ -43,27 +51,106 @@ def chat(
     overflow: Annotated[
         str, typer.Option(help="When the context is full: stop, or drop-oldest.", metavar="WHAT", show_default=False)
     ] = "stop",
+    again: Annotated[
+        str | None,
+        typer.Option(
+            "--replay",
+            help="Hold this conversation again: same model, settings and seeds, unless flags change them; then end. "
+            "Exit code 1: an answer came out different.",
+            metavar="NAME|FILE",
+        ),
+    ] = None,
     flags: Flags,
 ) -> int:
     """Chat in the terminal; /help there lists the commands. Each line of a piped stdin is a turn."""
     invocation: Invocation = context.obj
-    settings = _with_lookup(invocation.configure(flags))
-    if overflow not in _OVERFLOWS:
-        raise UsageError(f"--overflow is {overflow!r}; it must be one of {', '.join(_OVERFLOWS)}")
+    if overflow not in OVERFLOWS:
+        raise UsageError(f"--overflow is {overflow!r}; it must be one of {', '.join(OVERFLOWS)}")
     if go_on and session is not None:
         raise UsageError("--continue takes the last conversation and --session a named one; give one of them")
+    if again is not None and (go_on or system is not None):
+        raise UsageError("--replay holds a conversation as it was, so --continue and --system have no place in it")
+    if again is not None:
+        return _replay(invocation, again, session, flags)
+    settings = _with_lookup(invocation.configure(flags))
     sessions = Sessions(settings.data_dir / "sessions")
     name = sessions.latest() if go_on else session or sessions.fresh()
     talk = sessions.open(name)
     if system is not None:
         talk.set_system(system)
-    lines = _lines(invocation, settings, sessions)
+    pipe = stdin_bytes()
     with invocation.model(settings) as llm:
-        given = dict(settings.sampling)
-        one = Chat(llm, invocation.terminal, sessions, talk, name, given, cast(Overflow, overflow))
-        if lines.typed:
-            _greet(one, talk)
-        return repl.run(one, lines)
+        one = _chat(invocation, settings, llm, name, talk)
+        one.given, one.overflow = dict(settings.sampling), overflow
+        return repl.run(one, _lines(one, settings, pipe))
+
+
+def _replay(invocation: Invocation, again: str, session: str | None, flags: Flags) -> int:
+    sessions = Sessions(Settings.load({}).data_dir / "sessions")
+    turns = _recorded(sessions, again)
+    if session is not None and sessions.exists(session):
+        raise UsageError(f"there is a session {session!r} already; --replay needs a new one to write to")
+    name = session or sessions.fresh()
+    source = next((turn.made.source for turn in turns if turn.made), None)
+    settings = _with_lookup(invocation.configure(flags, _layer(source, again) if source else None))
+    changed = {
+        f.name: settings.sampling[f.name] for f in fields(SamplingParams) if flags.get(f.name) not in (None, [], ())
+    }
+    with invocation.model(settings) as llm:
+        one = _chat(invocation, settings, llm, name, sessions.open(name))
+        if source:
+            _tell_changes(one, source)
+        outcome = replay(one, turns, changed)
+    one.terminal.note(f"{outcome.line()}; this is session {name}")
+    return 130 if one.stopped and not turns[-1].partial else min(outcome.other, 1)
+
+
+def _recorded(sessions: Sessions, again: str) -> Sequence[Turn]:
+    path = path_of(again)
+    turns = Transcript(path if path.is_file() else sessions.path(again)).read()
+    if not any(turn.message.role == "user" for turn in turns):
+        raise UsageError(f"there is no question in {again}")
+    return turns
+
+
+def _layer(source: Source, again: str) -> Layer:
+    """What the model was loaded with; what this version does not know is left out."""
+    names = {f.name for f in fields(LoadOptions)} - {"model"}
+    load = {name: value for name, value in source.load.items() if name in names}
+    return Layer(f"session {again}", {"model": source.model, **load})
+
+
+def _tell_changes(one: Chat, source: Source) -> None:
+    pairs = {
+        name: (getattr(source, name), getattr(one.source, name)) for name in ("model", "revision", "scheme", "device")
+    }
+    changes = [f"{name} {was} is {now} now" for name, (was, now) in pairs.items() if was != now]
+    if changes:
+        one.terminal.note(f"answers may come out different: {', '.join(changes)}")
+
+
+def _chat(invocation: Invocation, settings: Settings, llm: LanguageModel, name: str, talk: Conversation) -> Chat:
+    sessions = Sessions(settings.data_dir / "sessions")
+    model = settings.options.model
+    place = Path(model).expanduser()
+    source = Source.of(llm.info, str(place.resolve()) if place.exists() else model, _chosen(settings))
+    return Chat(llm, invocation.terminal, sessions, talk, name, source=source)
+
+
+def _chosen(settings: Settings) -> Mapping[str, Any]:
+    """The load options that are not as they come, the model apart."""
+    plain, now = LoadOptions(), settings.options
+    names = [f.name for f in fields(now) if f.name != "model"]
+    return {name: getattr(now, name) for name in names if getattr(now, name) not in (getattr(plain, name), None)}
+
+
+def _lines(one: Chat, settings: Settings, pipe: BinaryIO | None) -> Lines:
+    if pipe is not None:
+        return PipedLines(pipe)
+    lines = TypedLines(one, settings.data_dir / "history")
+    one.choose = lines.choose
+    _greet(one)
+    return lines
 
 
 def _with_lookup(settings: Settings) -> Settings:
@@ -73,15 +160,8 @@ def _with_lookup(settings: Settings) -> Settings:
     return replace(settings, options=replace(settings.options, lookup=None))
 
 
-def _lines(invocation: Invocation, settings: Settings, sessions: Sessions) -> Lines:
-    pipe = stdin_bytes()
-    if pipe is not None:
-        return PipedLines(pipe)
-    return TypedLines(invocation.terminal, settings.data_dir / "history", sessions.names())
-
-
-def _greet(one: Chat, talk: Conversation) -> None:
+def _greet(one: Chat) -> None:
     info = one.llm.info
     one.terminal.note(f"{info.name}, context {info.context} tokens. /help lists commands, Ctrl-D leaves.")
-    if talk.questions:
-        one.terminal.note(f"going on with {one.name}: {talk.questions} questions so far")
+    if one.conversation.questions:
+        one.terminal.note(f"going on with {one.name}: {one.conversation.questions} questions so far")

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO, TextIO
 from minicpm_cli.chat.terminal import Terminal
 from minicpm_cli.cli import opening
 from minicpm_cli.llm.info import LanguageModel, Prompts
-from minicpm_cli.settings import Settings
+from minicpm_cli.settings import Layer, Settings
 
 ACCEPTED = "--trust-remote-code is not needed: no code of a checkpoint is ever run"
 
@@ -31,13 +31,16 @@ class Invocation:
     runtime: Runtime
     terminal: Terminal = field(default_factory=lambda: Terminal(_stream(sys.stdout), _stream(sys.stderr)))
 
-    def configure(self, flags: Mapping[str, Any]) -> Settings:
-        """The settings of this run, checked. What is accepted for the habit of other tools is dealt with here."""
+    def configure(self, flags: Mapping[str, Any], layer: Layer | None = None) -> Settings:
+        """The settings of this run, checked; `layer` is weaker than flags.
+
+        What is accepted for the habit of other tools is dealt with here.
+        """
         given = dict(flags)
         habit, path = given.pop("trust_remote_code", None), given.pop("model_path", None)
         if path is not None and given.get("model") is None:
             given["model"] = path
-        settings = Settings.load(given)
+        settings = Settings.load(given, layer=layer)
         self.terminal = replace(
             self.terminal,
             color=settings.color,

@@ -2,70 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import signal
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
+from talks import Lines, Make, contents, stored, told
 
 from fakes import FakeLLM, rendered, words
-from minicpm_cli.chat import commands, repl
-from minicpm_cli.chat.chat import Chat
-from minicpm_cli.chat.conversation import Conversation, Turn
+from minicpm_cli.chat import repl
+from minicpm_cli.chat.conversation import Conversation
 from minicpm_cli.chat.lines import PipedLines
+from minicpm_cli.chat.overflow import Choice, Excess
 from minicpm_cli.chat.sessions import Sessions
-from minicpm_cli.chat.terminal import Terminal, neutral
-from minicpm_cli.errors import ContextOverflow, FileError, RequestError, UsageError
-from minicpm_cli.llm.info import Speculated
+from minicpm_cli.chat.terminal import neutral
+from minicpm_cli.errors import ContextOverflow, RequestError, UsageError
 from minicpm_cli.types import Event, Message, Request
-
-Make = Callable[..., Chat]
-
-
-@pytest.fixture
-def make(tmp_path: Path) -> Make:
-    def chat(llm: FakeLLM | None = None, **options: object) -> Chat:
-        sessions = Sessions(tmp_path / "sessions")
-        terminal = Terminal(io.StringIO(), io.StringIO())
-        return Chat(llm or FakeLLM(), terminal, sessions, sessions.open("test"), "test", **options)  # type: ignore[arg-type]
-
-    return chat
-
-
-def contents(chat: Chat) -> list[str]:
-    return [m.content for m in chat.conversation.messages]
-
-
-def stored(chat: Chat) -> list[Turn]:
-    """The turns of the session file."""
-    return Sessions(chat.sessions.folder).open("test").turns
-
-
-def told(chat: Chat) -> str:
-    """What was said on stderr since the last call."""
-    err = chat.terminal.err
-    assert isinstance(err, io.StringIO)
-    text = err.getvalue()
-    err.seek(0)
-    err.truncate()
-    return text
-
-
-class Lines:
-    """Lines of a person; an exception in the list is raised in its place."""
-
-    typed = True
-
-    def __init__(self, *lines: str | type[BaseException]) -> None:
-        self._lines = list(lines)
-
-    def read(self) -> str:
-        line = self._lines.pop(0) if self._lines else EOFError
-        if isinstance(line, str):
-            return line
-        raise line
 
 
 def test_the_whole_list_is_sent_each_time(make: Make) -> None:
@@ -221,116 +174,142 @@ def test_dropping_the_oldest_keeps_the_list_and_the_system_prompt_and_says_what_
     assert len(contents(chat)) == 7
     assert rendered(llm.seen[-1]) == "system brief user two assistant You said: two user three"
     assert len(words(rendered(llm.seen[-1]))) <= 12
-    assert "the 2 oldest messages are not sent, from 'one' on" in told(chat)
+    assert "the model does not see the oldest question, from 'one' on any more" in told(chat)
+    assert stored(chat)[-1].made is not None
+    assert chat.conversation.left_out == 2
+
+
+def test_what_was_dropped_stays_dropped_until_it_is_undone(make: Make) -> None:
+    """Else every question would move the beginning, and the cache would serve none."""
+    llm = FakeLLM(context=32, answer=lambda request: "ok")
+    chat = make(llm, overflow="drop-oldest")
+    for number in range(12):
+        chat.say(f"question number {number}")
+    beginnings = [request.messages[0].content for request in llm.seen]  # type: ignore[union-attr]
+    assert len(set(beginnings)) < 6
+    assert told(chat).count("does not see") == len(set(beginnings)) - 1
+    chat.conversation.undo(11)
+    chat.say("again")
+    assert rendered(llm.seen[-1]) == "user question number 0 assistant ok user again"
+
+
+@pytest.mark.parametrize(("choice", "sent"), [("drop", True), ("always", True), ("stop", False)])
+def test_the_user_chooses_what_goes(make: Make, choice: Choice, sent: bool) -> None:
+    offers: list[Excess] = []
+
+    def choose(excess: Excess) -> Choice:
+        offers.append(excess)
+        return choice
+
+    llm = FakeLLM(context=14)
+    chat = make(llm, choose=choose)
+    for question in ("one", "two"):
+        chat.say(question)
+    if sent:
+        chat.say("three four")
+        assert rendered(llm.seen[-1]) == "user two assistant You said: two user three four"
+    else:
+        with pytest.raises(ContextOverflow, match=r"prompt 15 \+ max_new 1 > ctx 14"):
+            chat.say("three four")
+        assert len(llm.seen) == 2
+        assert len(contents(chat)) == 4
+    assert chat.overflow == ("drop-oldest" if choice == "always" else "stop")
+    (offer,) = offers
+    assert offer.said() == "2 tokens too many: 15 with what was said before, and the context is 14"
+    assert offer.offer() == "the oldest question, from 'one' on (6 tokens)"
+
+
+def test_a_question_that_nothing_makes_fit_is_not_offered(make: Make) -> None:
+    def choose(excess: Excess) -> Choice:
+        raise AssertionError
+
+    chat = make(FakeLLM(context=8), choose=choose)
+    chat.say("one")
+    with pytest.raises(ContextOverflow, match="prompt 9"):
+        chat.say("one two three four five six seven eight")
+    chat.choose = lambda excess: "drop"
+    chat.say("one two three four five six")  # it fits alone, with less room than an answer should have
+    assert len(chat.llm.seen) == 2  # type: ignore[attr-defined]
+
+
+def test_little_room_for_an_answer_is_said(make: Make) -> None:
+    chat = make(FakeLLM(context=100))
+    chat.say(" ".join("x" * 90))
+    assert "only 9 tokens of the context are left for the answer" in told(chat)
+
+
+def test_a_retry_may_have_other_settings_that_are_not_kept(make: Make) -> None:
+    llm = FakeLLM()
+    chat = make(llm, given={"top_p": 0.5})
+    chat.say("one")
+    chat.retry({"temperature": 0.25, "max_tokens": 2})
+    assert [(r.params.temperature, r.params.top_p) for r in llm.seen] == [(1.0, 0.5), (0.25, 0.5)]
+    assert contents(chat) == ["one", "You said:"]
+    made = stored(chat)[-1].made
+    assert made is not None
+    assert made.settings == {"temperature": 0.25, "top_p": 0.5, "max_tokens": 2}
+    assert chat.params.temperature == 1.0
+
+
+def test_the_model_goes_on_with_its_reply(make: Make) -> None:
+    llm = FakeLLM(answer=lambda request: "five six" if request.prefill else "one two\n\nthree four")
+    chat = make(llm, given={"max_tokens": 4})
+    chat.say("count")
+    out = chat.terminal.out
+    assert isinstance(out, io.StringIO)
+    out.truncate(out.seek(0))
+    llm.answer = lambda request: " five six"
+    chat.go_on()
+    assert rendered(llm.seen[-1]) == "user count one two\n\nthree four"
+    assert out.getvalue() == "three four five six\n"
+    assert contents(chat) == ["count", "one two\n\nthree four five six"]
+    made = stored(chat)[-1].made
+    assert made is not None
+    assert made.given == len("one two\n\nthree four")
+    llm.answer = lambda request: ""
+    chat.go_on()
+    assert contents(chat)[-1].endswith("five six")
+    assert "the model adds nothing" in told(chat)
+
+
+def test_there_must_be_something_to_go_on_with(make: Make) -> None:
+    chat = make(FakeLLM(thought=lambda request: "Hm."), given={"max_tokens": 1})
+    with pytest.raises(UsageError, match="no reply to go on with"):
+        chat.go_on()
+    chat.say("one")
+    with pytest.raises(UsageError, match="but its thoughts"):
+        chat.go_on()
+    chat.given.clear()
+    chat.retry()
+    chat.go_on()
+    assert chat.llm.seen[-1].params.think is False  # type: ignore[attr-defined]
+    assert chat.conversation.messages[-1].reasoning == "Hm."
+
+
+def test_a_session_that_cannot_be_written_is_said_and_written_later(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(number: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    chat = make()
+    chat.say("one")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        chat.say("two")
+    assert "No space left on device" in told(chat)
+    assert [turn.message.content for turn in stored(chat)] == ["one", "You said: one"]
+    assert [path.name for path in chat.sessions.folder.iterdir()] == ["test.jsonl"]
+    chat.say("three")
+    assert [turn.message.content for turn in stored(chat)] == contents(chat)
+    assert len(contents(chat)) == 6
 
 
 def test_a_cut_reply_is_announced(make: Make) -> None:
     chat = make(given={"max_tokens": 2})
     chat.say("one")
-    assert "cut at the limit" in told(chat)
+    assert "cut at max_tokens (2): /continue" in told(chat)
     assert not chat.conversation.turns[-1].partial
-
-
-def test_the_table_drives_help(make: Make) -> None:
-    chat = make()
-    commands.run(chat, "/help")
-    said = told(chat)
-    names = "/help /system /set /retry /undo /reset /save /load /sessions /file /stats /think /template /prompt /exit"
-    for name in names.split():
-        assert f"{name} " in said or f"{name}\n" in said
-
-
-def test_set_shows_changes_resets_and_refuses(make: Make) -> None:
-    chat = make()
-    commands.run(chat, "/set temperature 0.25")
-    commands.run(chat, "/set stop ###")
-    commands.run(chat, "/set max-tokens 7")
-    assert (chat.params.temperature, chat.params.stop, chat.params.max_tokens) == (0.25, ("###",), 7)
-    commands.run(chat, "/set temperature default")
-    assert chat.params.temperature == 1.0
-    told(chat)
-    commands.run(chat, "/set")
-    assert "max_tokens = 7 (set)" in told(chat)
-    for line in ("/set temperature -1", "/set temperature nan", "/set nope 1", "/set top_k 1.5"):
-        with pytest.raises(UsageError):
-            commands.run(chat, line)
-    assert chat.params.temperature == 1.0
-
-
-def test_commands_on_the_list(make: Make) -> None:
-    chat = make()
-    chat.say("one")
-    chat.say("two")
-    commands.run(chat, "/undo")
-    assert contents(chat) == ["one", "You said: one"]
-    commands.run(chat, "/system Be brief")
-    commands.run(chat, "/reset")
-    assert contents(chat) == ["Be brief"]
-    commands.run(chat, "/system -")
-    assert contents(chat) == []
-    for line in ("/undo x", "/undo 0", "/nope", "/se", "/think maybe", "/load", "/file"):
-        with pytest.raises(UsageError):
-            commands.run(chat, line)
-
-
-def test_save_and_load(make: Make, tmp_path: Path) -> None:
-    chat = make()
-    chat.say("one")
-    commands.run(chat, "/save other")
-    commands.run(chat, f"/save {tmp_path / 'copy.jsonl'}")
-    commands.run(chat, "/reset")
-    commands.run(chat, "/load other")
-    assert contents(chat) == ["one", "You said: one"]
-    commands.run(chat, "/undo")
-    commands.run(chat, f"/load {tmp_path / 'copy.jsonl'}")
-    assert contents(chat) == ["one", "You said: one"]
-    told(chat)
-    commands.run(chat, "/sessions")
-    assert "* test" in told(chat)
-    with pytest.raises(FileError):
-        commands.run(chat, "/load missing")
-
-
-def test_paths_that_cannot_be_used_are_an_error_of_the_user(make: Make, tmp_path: Path) -> None:
-    chat = make()
-    chat.say("one")
-    (tmp_path / "folder.d").mkdir()
-    before = sorted(tmp_path.iterdir())
-    for line in (f"/save {tmp_path / 'folder.d'}", "/file ~no-such-user/x", "/load ~no-such-user/x.jsonl"):
-        with pytest.raises((FileError, UsageError)):
-            commands.run(chat, line)
-    assert sorted(tmp_path.iterdir()) == before
-
-
-def test_a_file_goes_with_the_next_question_only(make: Make, tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("inside\n")
-    chat = make(FakeLLM(answer=lambda request: "ok"))
-    commands.run(chat, f"/file {tmp_path / 'a.txt'}")
-    chat.say("what?")
-    chat.say("and?")
-    assert contents(chat)[0] == f"{tmp_path / 'a.txt'}:\n```\ninside\n```\n\nwhat?"
-    assert contents(chat)[2] == "and?"
-
-
-def test_stats_think_template_and_prompt(make: Make) -> None:
-    chat = make()
-    chat.say("one")
-    commands.run(chat, "/stats")
-    shown = told(chat)
-    assert "context: 4090 of 4096 tokens left" in shown
-    assert "lookup" not in shown
-    chat = make(FakeLLM(speculated=Speculated(drafts=4, proposed=20, accepted=9)))
-    commands.run(chat, "/stats")
-    assert "lookup: 9 of 20 expected tokens came, 2.2 more a step" in told(chat)
-    commands.run(chat, "/think off")
-    assert chat.params.think is False
-    commands.run(chat, "/think default")
-    assert chat.params.think is None
-    told(chat)
-    commands.run(chat, "/prompt")
-    assert told(chat) == "<0><1><2><3><4><5>\n(6 tokens)\n"
-    commands.run(chat, "/template")
-    assert "chat template: none" in told(chat)
 
 
 def test_lines_with_slashes(make: Make) -> None:

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from minicpm_cli.chat.conversation import Conversation, Turn, fit
+from minicpm_cli.chat.conversation import Conversation, Turn
+from minicpm_cli.chat.made import Made, Source
+from minicpm_cli.chat.overflow import fit
 from minicpm_cli.chat.sessions import Sessions, Transcript
 from minicpm_cli.errors import ContextOverflow, FileError, UsageError
 from minicpm_cli.types import Message
@@ -39,12 +41,24 @@ def test_undo_takes_whole_exchanges() -> None:
     assert conversation.undo() == 0
 
 
-def test_take_answer_keeps_the_question() -> None:
+def test_an_answer_takes_the_place_of_the_one_before() -> None:
     conversation = talk(*TALK[:5])
-    assert conversation.take_answer()
-    assert contents(conversation) == "s q1 a1 q2"
-    assert conversation.take_answer(), "an unanswered question can be asked again"
-    assert not talk(TALK[0]).take_answer()
+    conversation.answer(Turn(Message("assistant", "x")))
+    assert contents(conversation) == "s q1 a1 q2 x"
+    conversation = talk()
+    conversation.answer(Turn(Message("assistant", "a3")))
+    assert contents(conversation) == "s q1 a1 q2 a2 q3 a3"
+
+
+def test_what_was_left_out_stays_out_as_long_as_its_answer_stands() -> None:
+    made = Made(Source("m"), dropped=2)
+    conversation = talk()
+    assert conversation.left_out == 0
+    conversation.answer(Turn(Message("assistant", "a3"), made=made))
+    conversation.add(Message("user", "q4"))
+    assert conversation.left_out == 2
+    conversation.undo(2)
+    assert conversation.left_out == 0
 
 
 def test_system_prompt_is_set_replaced_removed_and_outlives_a_reset() -> None:
@@ -84,7 +98,7 @@ def test_the_file_is_the_list_after_every_change(tmp_path: Path) -> None:
     assert stored() == [Turn(Message("user", "q\u2028\x1b\n")), Turn(Message("assistant", "a", "why"), True)]
     for change in (
         lambda: conversation.set_system("s"),
-        conversation.take_answer,
+        lambda: conversation.answer(Turn(Message("assistant", "b"))),
         conversation.undo,
         conversation.reset,
     ):
