@@ -17,6 +17,7 @@ from torch import Tensor
 
 from minicpm_cli.kernels.batch import ForwardBatch
 from minicpm_cli.kernels.cache import LayerCache
+from minicpm_cli.kernels.launch import Remembered
 
 LOG2E = 1.4426950408889634
 
@@ -176,6 +177,7 @@ def _blocks(
     return acc, acc_rest, peak, total
 
 
+@Remembered
 @triton.jit(
     do_not_specialize=["sequences", "table_stride"],
     do_not_specialize_on_alignment=["q_start", "kv_len", "page_table"],  # parts of one buffer, anywhere in it

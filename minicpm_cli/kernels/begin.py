@@ -7,7 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minicpm_cli.kernels.launch import Remembered
 
+
+@Remembered
 @triton.jit
 def _embed(ids, table, out, scale, width, BLOCK: tl.constexpr):
     row = tl.program_id(0)
@@ -26,6 +29,7 @@ def embed(ids: Tensor, table: Tensor, scale: float) -> Tensor:  # [T] int64, [V,
     return out
 
 
+@Remembered
 @triton.jit
 def _angles(positions, frequencies, cos, sin, factor, half, BLOCK: tl.constexpr):
     row = tl.program_id(0)

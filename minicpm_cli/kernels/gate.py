@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minicpm_cli.kernels.launch import dependent, early
+from minicpm_cli.kernels.launch import Remembered, dependent, early
 
 BLOCK = 1024  # columns of a program; 8 elements, one 16-byte load, for each of 128 threads
 
@@ -34,6 +34,7 @@ def _launch(gate_up: Tensor, threshold: float | None) -> Tensor:
     return out
 
 
+@Remembered
 @triton.jit
 def _gate(gate_up, out, stride, width, threshold, SILU: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     if EARLY:

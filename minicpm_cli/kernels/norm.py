@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minicpm_cli.kernels.launch import dependent, early
+from minicpm_cli.kernels.launch import Remembered, dependent, early
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:  # [T, H]
@@ -23,6 +23,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:  # [T, H]
     return out
 
 
+@Remembered
 @triton.jit
 def _rms_norm(x, weight, out, x_stride, width, eps, PAD: tl.constexpr, EARLY: tl.constexpr):
     if EARLY:

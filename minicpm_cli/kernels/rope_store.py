@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minicpm_cli.kernels.cache import LARGEST, LayerCache
-from minicpm_cli.kernels.launch import dependent, early
+from minicpm_cli.kernels.launch import Remembered, dependent, early
 
 FP8_STEPS = tl.constexpr(7)  # as in FP8_PEAKS: 448, 416 .. 256
 TO_INT = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it rounds a float32 to a whole number, halves to even
@@ -125,6 +125,7 @@ def _best_scale(a, b, whole, rest: tl.constexpr, largest: tl.constexpr, WHOLE: t
     return scale
 
 
+@Remembered
 @triton.jit(do_not_specialize_on_alignment=["slots"])  # a part of a larger buffer, anywhere in it
 def _rope_store(
     x, cos, sin, rows, scales, slots, heads, kept, rotated, x_stride, head_stride, dim, row_stride, scale_stride,

@@ -49,13 +49,19 @@ def grouped(width: int, value: int, kind: str, capability: int) -> int:
 
 
 def prefill(width: int, value: int, kind: str, capability: int) -> int:
-    t = attention_prefill.tile_for(width, value, TYPES[kind].itemsize, False)
+    """The more of pages in a row and pages anywhere."""
+    return max(_prefill(width, value, kind, capability, run) for run in (False, True))
+
+
+def _prefill(width: int, value: int, kind: str, capability: int, run: bool) -> int:
+    t = attention_prefill.tile_for(width, TYPES[kind].itemsize, False, run)
     constants = {
-        "PAGE": 16, "G": 16, **attention_prefill.split(width, value)._asdict(), "SHARED": value < width,
+        "PAGE": 16, "KEY_HEADS": 2, "G": 16, **attention_prefill.split(width, value, False)._asdict(),
+        "SHARED": value < width, "RUN": run,
         "QUANTIZED": False, "PRECISION": "ieee" if kind == "fp32" else "tf32", "ROWS": t.rows, "KEYS": t.keys,
         "k_scale": None, "v_scale": None,
     }  # fmt: skip
-    return shared_memory(attention_prefill._prefill, constants, kind, t.warps, t.stages, capability)
+    return shared_memory(attention_prefill._prefill.kernel, constants, kind, t.warps, t.stages, capability)
 
 
 if __name__ == "__main__":
