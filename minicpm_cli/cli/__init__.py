@@ -11,6 +11,8 @@ from typing import NoReturn, cast
 
 import typer
 
+from minicpm_cli.chat.terminal import Terminal
+from minicpm_cli.cli import completion
 from minicpm_cli.cli.program import program
 from minicpm_cli.cli.runtime import Invocation, Runtime
 from minicpm_cli.errors import Interrupted, MinicpmError
@@ -51,6 +53,8 @@ def exit_code(argv: Sequence[str], runtime: Runtime) -> int:
 
 
 def _invoke(argv: list[str], invocation: Invocation) -> int:
+    if argv[0] in (completion.INSTALL, completion.SHOW) and len(argv) <= 2:  # typer's own take no name of a shell
+        return _completion(*argv, terminal=invocation.terminal)
     try:
         result = typer.main.get_command(app).main(args=argv, prog_name="minicpm", standalone_mode=False, obj=invocation)
     except typer.Abort:
@@ -60,6 +64,14 @@ def _invoke(argv: list[str], invocation: Invocation) -> int:
             raise leaving.__context__ from None
         return leaving.code if isinstance(leaving.code, int) else 2
     return result if isinstance(result, int) else 0
+
+
+def _completion(option: str, shell: str | None = None, *, terminal: Terminal) -> int:
+    if option == completion.SHOW:
+        terminal.out.write(completion.script(shell) + "\n")
+    else:
+        terminal.note(completion.install(shell))
+    return 0
 
 
 def _usage(error: BaseException) -> str:

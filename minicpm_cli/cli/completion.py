@@ -7,17 +7,56 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from importlib import import_module
 from typing import Any
 
 import typer
 
-from minicpm_cli.errors import MinicpmError
+from minicpm_cli.errors import FileError, MinicpmError, UsageError
 from minicpm_cli.settings import config_path
 from minicpm_cli.settings_file import ConfigFile
 from minicpm_cli.settings_table import ENTRIES, PROFILE
 
 Offer = tuple[str, str]  # a word, and what it stands for
 Complete = Callable[[str], list[Offer]]  # of what was typed so far
+INSTALL, SHOW = "--install-completion", "--show-completion"
+_SHELLS = ("bash", "zsh", "fish", "powershell", "pwsh")
+
+
+def install(shell: str | None) -> str:
+    """Makes `shell`, else the one that this program was started from, complete; returns what to tell the user."""
+    shell = _shell(INSTALL, shell)
+    try:
+        name, path = _typer().install(shell=shell, prog_name="minicpm")
+    except OSError as error:
+        raise FileError(
+            f"the completion for {shell} cannot be installed: {error.filename}: {error.strerror}. "
+            f"minicpm {SHOW} {shell} prints it, to be kept where you like"
+        ) from None
+    return f"{name} completes minicpm from {path}, once it is started anew"
+
+
+def script(shell: str | None) -> str:
+    """What `install` writes."""
+    shell = _shell(SHOW, shell)
+    return str(_typer().get_completion_script(prog_name="minicpm", complete_var="_MINICPM_COMPLETE", shell=shell))
+
+
+def _typer() -> Any:
+    """Its scripts and where they go; the module has them from elsewhere, which differs between versions."""
+    return import_module("typer.completion")
+
+
+def _shell(option: str, named: str | None) -> str:
+    import shellingham
+
+    if named is None:
+        with suppress(shellingham.ShellDetectionFailure):
+            named = shellingham.detect_shell()[0]
+    if named not in _SHELLS:
+        what = "this program was not started from a shell" if named is None else f"there is no completion for {named}"
+        raise UsageError(f"{what}; name one: minicpm {option} {'|'.join(_SHELLS[:3])}")
+    return named
 
 
 def for_setting(name: str) -> Complete | None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from minicpm_cli.cli import completion
 from minicpm_cli.cli.options import OUTPUT, Flags, examples, takes
 from minicpm_cli.cli.progress import ProgressLine
 from minicpm_cli.cli.runtime import Invocation
@@ -45,7 +46,12 @@ def models(
 @takes(OUTPUT)
 def pull(
     context: typer.Context,
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="An alias or a hub repository id[@revision].")],
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL", help="An alias or a hub repository id[@revision].", autocompletion=completion.models
+        ),
+    ],
     *,
     flags: Flags,
 ) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from minicpm_cli.cli import completion
 from minicpm_cli.cli.options import LOAD, MODEL, OUTPUT, Flags, examples, takes
 from minicpm_cli.cli.progress import ProgressLine
 from minicpm_cli.cli.runtime import Invocation
@@ -36,7 +37,10 @@ def register(app: typer.Typer) -> None:
 def plan(
     context: typer.Context,
     name: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="The same as --model.", show_default=False)
+        str | None,
+        typer.Argument(
+            metavar="MODEL", help="The same as --model.", show_default=False, autocompletion=completion.models
+        ),
     ] = None,
     *,
     free: Annotated[

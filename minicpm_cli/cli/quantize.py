@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from minicpm_cli.cli import completion
 from minicpm_cli.cli.options import LOAD, OUTPUT, Flags, examples, takes
 from minicpm_cli.cli.progress import ProgressLine
 from minicpm_cli.cli.runtime import Invocation
@@ -36,7 +37,12 @@ def register(app: typer.Typer) -> None:
 @takes(_DEVICE, OUTPUT)
 def quantize(
     context: typer.Context,
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder, .gguf file, hub repo id or alias.")],
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL", help="Folder, .gguf file, hub repo id or alias.", autocompletion=completion.models
+        ),
+    ],
     out: Annotated[str, typer.Argument(metavar="OUT", help="The folder to write; it must not exist, or be empty.")],
     *,
     method: Annotated[str, typer.Option(help="gptq, rtn, nf4, int8 or fp8.", metavar="NAME")] = "gptq",
