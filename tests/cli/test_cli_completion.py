@@ -47,7 +47,9 @@ def test_commands_and_options(offered) -> None:
     assert offered("minicpm config un") == ["unset"]
 
 
-@pytest.mark.parametrize("command", ["run -m", "run --model", "chat -m", "batch -m", "config set model", "pull", "plan"])
+@pytest.mark.parametrize(
+    "command", ["run -m", "run --model", "chat -m", "batch -m", "config set model", "pull", "plan"]
+)
 def test_aliases_of_models(offered, command: str) -> None:
     assert offered(f"minicpm {command} ") == [entry.alias for entry in CATALOG]
     assert offered(f"minicpm {command} minicpm3") == ["minicpm3-4b", "minicpm3-4b-gptq"]
