@@ -41,8 +41,8 @@ class Form:
     scale: int
     kind: int  # 0: every zero point is the middle; 1: zero points; 2: shifts
     group: int  # pieces under one scale
-    threads: int = 256
-    pieces: int = 4  # that a thread asks for at once
+    threads: int = 512
+    pieces: int = 2  # that a thread asks for at once; 2.4e9 weights in 1.65 ms, a copy's speed but for the smallest
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -50,13 +50,13 @@ class Form:
         return tuple(f"-D{name}={int(value)}" for name, value in zip(names, astuple(self), strict=True))
 
 
-def supported(w: DeviceInt, out: Tensor) -> bool:
+def supported(w: DeviceInt, dtype: torch.dtype) -> bool:
     """Groups of whole pieces, 16-bit weights, tensors that lie on 16-byte boundaries."""
-    if w.group % PIECE or out.dtype not in (torch.bfloat16, torch.float16) or out.numel() // PIECE >= 2**31:
+    if w.group % PIECE or dtype not in (torch.bfloat16, torch.float16) or w.N * w.K // PIECE >= 2**31:
         return False
-    tensors = (t for t in (w.words, w.scale, w.zero, w.shift, out) if t is not None)
+    tensors = (t for t in (w.words, w.scale, w.zero, w.shift) if t is not None)
     aligned = all(t.is_contiguous() and t.data_ptr() % ALIGNMENT == 0 for t in tensors)
-    return aligned and targets.unavailable(out.device) is None
+    return aligned and targets.unavailable(w.words.device) is None
 
 
 def form_of(w: DeviceInt, dtype: torch.dtype) -> Form:
@@ -64,22 +64,22 @@ def form_of(w: DeviceInt, dtype: torch.dtype) -> Form:
     return Form(w.bits, dtype == torch.float16, SCALES[w.scale.dtype], kind, w.group // PIECE)
 
 
-def fill(w: DeviceInt, out: Tensor, folder: Path | None, form: Form | None = None) -> None:  # [N, K]
-    """`out` becomes the weights; `form`: another than the usual one."""
-    form, count = form or form_of(w, out.dtype), out.numel() // PIECE
-    if not count:
-        return
-    launcher, p = _launcher(form, -(-count // (form.threads * form.pieces)), out.device, folder)
-    p.words, p.scale, p.out, p.count = w.words.data_ptr(), w.scale.data_ptr(), out.data_ptr(), count
-    p.zero = None if w.zero is None else w.zero.data_ptr()
-    p.shift = None if w.shift is None else w.shift.data_ptr()
-    launcher(torch.cuda.current_stream(out.device).cuda_stream)
+class Dequantize:
+    """The launch for one matrix: of all that it is told only the place of the weights changes from call to call."""
 
+    def __init__(self, w: DeviceInt, dtype: torch.dtype, folder: Path | None = None, form: Form | None = None) -> None:
+        form, self.device, count = form or form_of(w, dtype), w.words.device, w.N * w.K // PIECE
+        self.packed = w  # the launch holds only its addresses
+        self._told = Parameters(words=w.words.data_ptr(), scale=w.scale.data_ptr(), count=count)
+        self._told.zero = None if w.zero is None else w.zero.data_ptr()
+        self._told.shift = None if w.shift is None else w.shift.data_ptr()
+        blocks = max(1, -(-count // (form.threads * form.pieces)))
+        self._launch = kernel(form, self.device, folder).launcher(blocks, form.threads, 0, self._told)
 
-@functools.cache
-def _launcher(form: Form, blocks: int, device: torch.device, folder: Path | None) -> tuple[nvrtc.Launcher, Parameters]:
-    parameters = Parameters()
-    return kernel(form, device, folder).launcher(blocks, form.threads, 0, parameters), parameters
+    def __call__(self, out: Tensor) -> None:  # [N, K], contiguous, on a 16-byte boundary
+        if out.numel():
+            self._told.out = out.data_ptr()
+            self._launch(torch.cuda.current_stream(self.device).cuda_stream)
 
 
 @functools.cache

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from quant.kernels import gemv, int_rows
-from quant.kernels.dequantize import dequantize
+from quant.kernels.dequantize import Dequantizer
 from quant.kernels.layout import DeviceInt
 from quant.layers.around import Gate, Norm
 
@@ -29,6 +29,7 @@ class CUDAInt:
         fits = compiled and gemv.supported(packed, dtype)
         self.gemv = gemv.Gemv(packed, dtype, folder) if fits else None
         self.fused_rows = gemv.MOST_ROWS if fits else 0
+        self.dequantize = Dequantizer(packed, dtype, folder)
         self.packed_rows = PACKED_ROWS if int_rows.supported(packed, dtype) else 0
 
     def over(self, packed: DeviceInt) -> CUDAInt:
@@ -67,6 +68,3 @@ class CUDAInt:
         if 0 < len(x) <= self.packed_rows:
             return int_rows.product(x, self.packed, onto, alpha, self.folder)
         return torch.addmm(onto, x, self.dequantize().T, alpha=alpha, out=onto if inplace else None)
-
-    def dequantize(self) -> Tensor:  # [N, K]
-        return dequantize(self.packed, self.dtype, folder=self.folder)
