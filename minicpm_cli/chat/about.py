@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
+from collections.abc import Iterator
 
 from minicpm_cli.chat.chat import Chat
 from minicpm_cli.chat.overflow import without
@@ -58,13 +60,24 @@ def prompt(chat: Chat, argument: str) -> None:
     if argument or chat.attached or not messages:
         messages = (*messages, chat.question(argument or ("" if chat.attached else "...")))
     ids = chat.llm.prompt(chat.request(messages))
-    row = ""
-    for ident, piece in chat.llm.pieces(ids):
-        row += f"{ident}:{piece!r}  "
-        if "\n" in piece or len(row) > 100:
-            chat.terminal.line(row.rstrip())
+    for row in _rows([f"{ident}:{piece!r}" for ident, piece in chat.llm.pieces(ids)]):
+        chat.terminal.line(row)
+    chat.terminal.line(f"({len(ids)} tokens)")
+
+
+def _rows(words: list[str]) -> Iterator[str]:
+    """Rows no longer than the terminal's; a token with a line's end is the last of its row."""
+    columns, row = shutil.get_terminal_size().columns - 1, ""
+    for word in words:
+        if row and len(row) + 2 + len(word) > columns:
+            yield row
             row = ""
-    chat.terminal.line(row.rstrip() + ("\n" if row else "") + f"({len(ids)} tokens)")
+        row += f"  {word}" if row else word
+        if "\\n" in word:
+            yield row
+            row = ""
+    if row:
+        yield row
 
 
 def template(chat: Chat, argument: str) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 import re
+import shutil
+import textwrap
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -14,8 +16,7 @@ from minicpm_cli.errors import UsageError
 _WORD = re.compile(r"/[A-Za-z?][\w-]*(?=\s|$)|/\?(?=\s|$)")
 _KEYS = (
     "Enter sends; Alt-Enter or a \\ at the end begins a new line; Tab completes; Up and Ctrl-R find what was typed "
-    "before; Ctrl-G opens $EDITOR; Ctrl-C stops a reply.",
-    "//text is a question that begins with /.",
+    "before; Ctrl-G opens $EDITOR; Ctrl-C stops a reply; //text is a question that begins with /."
 )
 
 
@@ -81,10 +82,18 @@ def _nearest(name: str, begun: list[Command]) -> str:
 def _help(chat: Chat, argument: str) -> None:
     shown = [_named("/" + argument.lstrip("/"))] if argument else COMMANDS
     width = max(len(command.usage) for command in shown)
+    columns = shutil.get_terminal_size().columns - 1
     for command in shown:
-        chat.terminal.line(f"{command.usage:<{width}}  {command.help}")
-    for line in () if argument else _KEYS:
-        chat.terminal.line(line)
+        chat.terminal.line(_folded(f"{command.usage:<{width}}  ", command.help, columns))
+    if not argument:
+        chat.terminal.line(textwrap.fill(_KEYS, columns))
+
+
+def _folded(left: str, right: str, columns: int) -> str:
+    """`right` beside `left`, or below it where the terminal is narrow."""
+    if columns < len(left) + 20:
+        return textwrap.fill(right, max(columns, 20), initial_indent=f"{left.strip()}\n  ", subsequent_indent="  ")
+    return textwrap.fill(right, columns, initial_indent=left, subsequent_indent=" " * len(left))
 
 
 def _names(chat: Chat, typed: str) -> Iterable[str]:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from minicpm_cli.chat.keyboard import echoed
 from minicpm_cli.errors import FileError, UsageError
 from minicpm_cli.settings import editor
 
@@ -47,7 +48,7 @@ def _command() -> list[str]:
 
 
 def _run(command: list[str]) -> int:
-    with _unheard(), ExitStack() as streams:
+    with _unheard(), echoed(), ExitStack() as streams:
         try:
             terminal = streams.enter_context(open("/dev/tty", "r+b", buffering=0)) if os.name != "nt" else None
         except OSError:  # no terminal: some editors need none

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
@@ -17,10 +17,31 @@ def unechoed() -> Iterator[None]:
         return
     import termios
 
-    before = termios.tcgetattr(keyboard)
-    silent = termios.tcgetattr(keyboard)
-    silent[3] &= ~(termios.ECHO | termios.ECHONL)
-    termios.tcsetattr(keyboard, termios.TCSANOW, silent)
+    with _changed(keyboard, lambda flags: flags & ~(termios.ECHO | termios.ECHONL)):
+        yield
+
+
+@contextmanager
+def echoed() -> Iterator[None]:
+    """Within `unechoed`, for another program that reads from the terminal: what is typed is shown."""
+    keyboard = _keyboard()
+    if keyboard is None:
+        yield
+        return
+    import termios
+
+    with _changed(keyboard, lambda flags: flags | termios.ECHO):
+        yield
+
+
+@contextmanager
+def _changed(keyboard: int, change: Callable[[int], int]) -> Iterator[None]:
+    """The terminal's local flags."""
+    import termios
+
+    before, changed = termios.tcgetattr(keyboard), termios.tcgetattr(keyboard)
+    changed[3] = change(changed[3])
+    termios.tcsetattr(keyboard, termios.TCSANOW, changed)
     try:
         yield
     finally:

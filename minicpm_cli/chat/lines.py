@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, BinaryIO, Protocol
 
 from minicpm_cli.chat.attach import decode
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
     from prompt_toolkit.buffer import Buffer
     from prompt_toolkit.history import FileHistory
     from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+
+_CHOICES: Mapping[str, Choice] = MappingProxyType({"y": "drop", "a": "always", "n": "stop", "": "stop"})
 
 
 class Lines(Protocol):
@@ -63,24 +67,26 @@ class TypedLines:
     typed = True
 
     def __init__(self, chat: Chat, history: Path) -> None:
+        self._terminal = chat.terminal
         self._session = _session(chat, history)
 
     def read(self, draft: str = "") -> str:
         return _text(self._session.prompt("> ", default=draft))
 
     def choose(self, excess: Excess) -> Choice:
-        """Asks what is to be left out; anything but a clear answer sends nothing."""
+        """Asks what is to be left out."""
         from prompt_toolkit import PromptSession
 
-        print_ = self._session.app.output
-        print_.write(f"{excess.said()}.\nWithout {excess.offer()} it fits.\n")
-        print_.flush()
-        asked = PromptSession[str](output=print_, input=self._session.app.input)
-        try:
-            said = asked.prompt("Leave that out? [y]es, [a]lways when it must be, [n]o: ").strip().lower()
-        except (KeyboardInterrupt, EOFError):
-            return "stop"
-        return "drop" if said in ("y", "yes") else "always" if said in ("a", "always") else "stop"
+        self._terminal.line(f"minicpm: {excess.said()}.")
+        self._terminal.line(f"Without {excess.offer()} it fits.")
+        asked = PromptSession[str](output=self._session.app.output, input=self._session.app.input)
+        said = "?"
+        while said not in _CHOICES:
+            try:
+                said = asked.prompt("Leave that out? [y]es, [a]lways when it must be, [n]o: ").strip().lower()[:1]
+            except (KeyboardInterrupt, EOFError):
+                return "stop"
+        return _CHOICES[said]
 
 
 def _text(typed: str) -> str:

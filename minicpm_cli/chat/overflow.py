@@ -22,10 +22,10 @@ _ROOM_FOR_ANSWER = 512  # tokens kept free for an answer of no set length, where
 
 @dataclass(frozen=True, slots=True)
 class Excess:
-    """A prompt of `tokens` is `over` the context; without the oldest messages up to `dropped` it has `kept` tokens."""
+    """A prompt of `tokens` is too much; without the oldest messages up to `dropped` it has `kept` tokens."""
 
     tokens: int
-    over: int
+    wanted: int  # tokens for the answer
     context: int
     dropped: int
     kept: int
@@ -33,9 +33,9 @@ class Excess:
     first: str  # how the first of them begins
 
     def said(self) -> str:
-        return (
-            f"{self.over} tokens too many: {self.tokens} with what was said before, and the context is {self.context}"
-        )
+        over = self.tokens + self.wanted - self.context
+        room = f", {self.wanted} for the answer" if self.wanted > 1 else ""
+        return f"{over} tokens too many: {self.tokens} with what was said before{room}, in a context of {self.context}"
 
     def gone(self) -> str:
         many = f"the {self.questions} oldest questions" if self.questions > 1 else "the oldest question"
@@ -80,9 +80,7 @@ def excess(messages: Messages, count: Count, wanted: int | None, context: int, l
     kept, dropped = _fit(messages, count, wanted, context, least)
     gone = messages[_system(messages) :][least:dropped]
     questions = sum(message.role == "user" for message in gone)
-    return Excess(
-        tokens, tokens + (wanted or 1) - context, context, dropped, count(kept), questions, beginning(gone[0].content)
-    )
+    return Excess(tokens, wanted or 1, context, dropped, count(kept), questions, beginning(gone[0].content))
 
 
 def _fit(messages: Messages, count: Count, wanted: int | None, context: int, least: int) -> tuple[Messages, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from minicpm_cli.chat import commands
 from minicpm_cli.chat.chat import Chat
 from minicpm_cli.chat.commands import Leave
+from minicpm_cli.chat.keyboard import unechoed
 from minicpm_cli.chat.lines import Lines
 from minicpm_cli.errors import ContextOverflow, FileError, MinicpmError
 
@@ -19,7 +20,8 @@ def run(chat: Chat, lines: Lines) -> int:
         try:
             line = _read(chat, lines)
             pressed = False
-            _do(chat, line)
+            with unechoed():
+                _do(chat, line)
             if chat.stopped and not lines.typed:
                 return 130
         except KeyboardInterrupt:

@@ -59,8 +59,9 @@ def _state(chat: Chat, name: str) -> str:
     if name in _OWN:
         state = getattr(chat.terminal if name in _SWITCHES else chat, name)
         return ("on" if state else "off") if name in _SWITCHES else state
-    origin = "set" if name in chat.given else "default"
-    return f"{getattr(chat.params, name)!r} ({origin})"
+    value = getattr(chat.params, name)
+    shown = "unset" if value in (None, ()) else repr(value)
+    return f"{shown} ({'set' if name in chat.given else 'default'})"
 
 
 def words(chat: Chat, typed: str) -> Iterable[str]:

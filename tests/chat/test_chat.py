@@ -215,7 +215,7 @@ def test_the_user_chooses_what_goes(make: Make, choice: Choice, sent: bool) -> N
         assert len(contents(chat)) == 4
     assert chat.overflow == ("drop-oldest" if choice == "always" else "stop")
     (offer,) = offers
-    assert offer.said() == "2 tokens too many: 15 with what was said before, and the context is 14"
+    assert offer.said() == "2 tokens too many: 15 with what was said before, in a context of 14"
     assert offer.offer() == "the oldest question, from 'one' on (6 tokens)"
 
 

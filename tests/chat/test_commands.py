@@ -17,8 +17,9 @@ from minicpm_cli.llm.info import Speculated
 from minicpm_cli.types import Message
 
 
-def test_the_table_drives_help(make: Make) -> None:
+def test_the_table_drives_help(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     chat = make()
+    monkeypatch.setenv("COLUMNS", "120")
     commands.run(chat, "/help")
     said = told(chat)
     assert [line.split()[0] for line in said.splitlines()[: len(COMMANDS)]] == [each.name for each in COMMANDS]
@@ -29,6 +30,10 @@ def test_the_table_drives_help(make: Make) -> None:
     assert {each.name for each in COMMANDS} >= set(names.split())
     commands.run(chat, "/help undo")
     assert told(chat).startswith("/undo [N]  take back")
+    for columns in (80, 40):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        commands.run(chat, "/help")
+        assert max(map(len, told(chat).splitlines())) < columns
 
 
 @pytest.mark.parametrize(
