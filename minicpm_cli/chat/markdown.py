@@ -1,119 +1,232 @@
-"""Cuts a markdown text that is still being written into pieces that can no longer change.
+"""Cuts a markdown text that is still being written into pieces that can no longer change, as early as that is known.
 
-Prose is finished by a blank line, a list by its next item, code line by line: what is left open stays short.
+A paragraph, a list item and code are given on as they come; a table once its first rows tell how wide its columns are.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-_FENCE = re.compile(r"( *)((?:[-*+]|\d{1,9}[.)]) +)?(`{3,}(?=[^`]*$)|~{3,})(.*)")
+from minicpm_cli.chat.inline import chunks
+from minicpm_cli.chat.pieces import (
+    CODE_INDENT,
+    Code,
+    Fence,
+    Piece,
+    Prose,
+    Rule,
+    Table,
+    alignment,
+    cells,
+    dedented,
+    in_quote,
+    joined,
+    untabbed,
+)
+
 _ITEM = re.compile(r"( *)([-*+]|\d{1,9}[.)]) +(?=\S)")
 _RULE = re.compile(r" {0,3}([-*_])(?: *\1){2,} *$")
-_HEADING = re.compile(r" {0,3}#{1,6}(?: |$)")
-_CODE_INDENT = 4  # spaces that make code of a paragraph
-
-
-@dataclass(frozen=True, slots=True)
-class Fence:
-    """An open code fence; `column` is where its mark stands."""
-
-    mark: str
-    column: int
-    language: str
-    item: str  # the list marker before it, "" where it has a line of its own
-
-    @classmethod
-    def opened_by(cls, line: str) -> Fence | None:
-        match = _FENCE.match(line)
-        if match is None:
-            return None
-        language = match[4].strip().partition(" ")[0]
-        return cls(match[3], match.start(3), language, (match[2] or "").strip())
-
-    def closed_by(self, line: str) -> bool:
-        match = _FENCE.match(line)
-        if match is None or match[2] or match.start(3) >= self.column + _CODE_INDENT:
-            return False
-        return match[3].startswith(self.mark) and not match[4].strip()
-
-    def body(self, line: str) -> str:
-        """A line of code without the fence's indentation."""
-        return _dedented(line, self.column)
-
-
-@dataclass(frozen=True, slots=True)
-class Prose:
-    """Markdown of one block, without its list marker and indentation; `gap`: a blank line stands before it."""
-
-    text: str
-    gap: bool = True
-    indent: int = 0
-    marker: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Code:
-    """Whole lines of a code fence, and whether its beginning and its end are among them."""
-
-    lines: tuple[str, ...]
-    language: str
-    indent: int
-    opens: bool = False
-    closes: bool = False
-
-
-Piece = Prose | Code
+_HEADING = re.compile(r" {0,3}(#{1,6})(?: +|$)(.*?)(?: +#+)? *$")
+_QUOTE = re.compile(r" {0,3}> ?")
+_ROW = re.compile(r" *\|")
+_DELIMITERS = re.compile(r" *\|(?: *:?-+:? *\|)* *:?-+:? *\|? *$")
+# The beginning of a line whose role may still change: of a rule, an item, a fence, a heading, a quote, a table.
+_UNDECIDED = re.compile(r" *(?:[-*_][-*_ ]*|\+ *|\d{1,9}(?:[.)] *)?|`+|`{3,}[^`]*|~.*|#{1,6}(?: .*)?|>.*|\|.*|\t.*)?")
+ROWS_TO_MEASURE = 10  # of a table, before the width of its columns is settled
 
 
 @dataclass(slots=True)
 class Blocks:
     """Feed it text, get the pieces that are finished. What they are does not depend on how the text is cut."""
 
-    _line: str = ""  # the line that has no end yet
-    _text: str = ""  # whole lines of the prose that is still open
+    _line: str = ""  # the line whose role is not known yet
+    _text: str = ""  # prose whose marks still wait for those that close them
+    _prose: Prose | None = None  # the paragraph that is open, as its next piece will be
+    _column: int = 0  # where its text begins
+    _flowing: bool = False  # whether the line that comes is known to belong to it
     _fence: Fence | None = None
+    _header: str | None = None  # a line that is one of a table or prose: the next one tells
+    _table: Table | None = None  # its rows that were not given on yet
+    _quote: Blocks | None = None
     _blank: bool = False  # a blank line came since the last piece
-    _last_is_item: bool = False
+    _last: str = ""  # what came last: "item", "indented" code, or anything else
     _list_column: int | None = None  # where the text of the last item began, while its list may go on
 
     def feed(self, text: str) -> list[Piece]:
-        *lines, self._line = (self._line + text).split("\n")
-        return list(_joined(piece for line in lines for piece in self._take(line)))
-
-    def preview(self) -> list[Piece]:
-        """What is still open, as it would be if the text ended here."""
-        return replace(self).close()
+        return list(joined(self._feed(text)))
 
     def close(self) -> list[Piece]:
         """The pieces that were still open. What is fed next begins a new text."""
-        pieces = [*(self._take(self._line) if self._line else ()), *self._end()]
-        self._line, self._fence, self._blank, self._last_is_item, self._list_column = "", None, False, False, None
-        return list(_joined(pieces))
+        line, self._line = self._line, ""
+        pieces = [*(self._take(line) if line else ()), *self._end_header(), *self._end()]
+        self._fence, self._blank, self._last, self._list_column, self._flowing = None, False, "", None, False
+        return list(joined(pieces))
+
+    @property
+    def waiting(self) -> str:
+        """What was fed and is in no piece yet, as far as it is one line: the beginning of what comes next."""
+        if self._table or self._quote or self._header is not None:
+            return ""
+        if self._fence:
+            line = self._fence.body(self._line)
+            return "" if line.lstrip().startswith(self._fence.mark[0]) else line
+        return (self._text + self._line).partition("\n")[0]
+
+    @property
+    def code_indent(self) -> int | None:
+        """Where the code stands that is waiting, if it is code."""
+        return self._fence.column if self._fence else None
+
+    @property
+    def rows(self) -> int:
+        """How many rows of a table are waiting."""
+        return len(self._table.rows) if self._table else 0
+
+    def skip(self, count: int) -> None:
+        """Leaves out the first characters of what is waiting: they were shown as they are."""
+        if self._text:
+            self._text = self._text[count:]
+        elif self._fence:
+            self._line = " " * self._fence.column + self._fence.body(self._line)[count:]
+        else:
+            self._line = self._line[count:]
+
+    def _feed(self, text: str) -> Iterator[Piece]:
+        while text:
+            head, newline, text = text.partition("\n")
+            if self._flowing:
+                self._text += head.replace("\t", " " * CODE_INDENT) + newline
+                self._flowing = not newline
+                yield from self._settled()
+                continue
+            self._line += head
+            if newline:
+                line, self._line = self._line, ""
+                yield from self._take(line)
+            elif self._decided():
+                line, self._line, self._flowing = self._line, "", True
+                yield from self._flow(line)
+
+    def _decided(self) -> bool:
+        """Whether the line that comes is prose whatever follows."""
+        line = untabbed(self._line)
+        if self._fence or self._quote or self._table or self._header is not None or self._begins_code(line):
+            return False
+        match = _ITEM.match(line)
+        body = line[match.end() :] if match else line
+        return not _UNDECIDED.fullmatch(body)
 
     def _take(self, line: str) -> Iterator[Piece]:
         if self._fence:
             yield self._code(self._fence, line)
+            return
+        if self._header is not None and self._opens_table(line):
+            yield from self._open_table(line)
+            return
+        yield from self._end_header()
+        if self._quote and not _QUOTE.match(line):
+            yield from self._end_quote()
+        if self._table and not _ROW.match(line):
+            yield from self._end_table()
+        if quote := _QUOTE.match(line):
+            yield from self._quoted(line[quote.end() :])
+        elif _ROW.match(line):
+            yield from self._row(untabbed(line))
         elif fence := Fence.opened_by(line):
             yield from self._open(fence)
         elif not line.strip():
             yield from self._end()
             self._blank = True
         else:
-            line = line.expandtabs(4)
-            if self._text and self._begins_block(line):
-                yield from self._end()
-            self._text += line + "\n"
+            yield from self._prose_line(untabbed(line))
+
+    def _prose_line(self, line: str) -> Iterator[Piece]:
+        if self._begins_code(line):
+            yield self._indented(line[CODE_INDENT:])
+        elif _RULE.match(line):
+            yield from self._end()
+            self._list_column = None
+            yield Rule(self._gap(""))
+        elif heading := _HEADING.match(line):
+            yield from self._end()
+            self._list_column = None
+            yield Prose((heading[2],), gap=self._gap(""), level=len(heading[1]))
+        else:
+            yield from self._flow(line)
+            self._text += "\n"
+
+    def _flow(self, line: str) -> Iterator[Piece]:
+        """Prose, whose line may not have ended yet."""
+        line = untabbed(line)
+        if self._prose is None or self._begins_item(line):
+            yield from self._end()
+            line = self._begin(line)
+        self._text += dedented(line, self._column)
+        yield from self._settled()
+
+    def _begin(self, line: str) -> str:
+        """Opens the prose that `line` begins; returns the line without its marker."""
+        match = self._item(line)
+        if match is None:
+            self._column = indent = self._indent(line)
+            self._prose = Prose((), closes=False, gap=self._gap(""), indent=indent)
+            return line
+        gap = self._gap("item")
+        self._column = self._list_column = match.end()
+        self._prose = Prose((), closes=False, gap=gap, indent=len(match[1]), marker=match[2])
+        return line[match.end() :]
+
+    def _settled(self) -> Iterator[Piece]:
+        parts, self._text = chunks(self._text)
+        if parts and self._prose:
+            yield replace(self._prose, parts=tuple(parts))
+            self._prose = replace(self._prose, opens=False)
+
+    def _end(self) -> Iterator[Piece]:
+        """Ends the block that is open, a fence apart."""
+        yield from self._end_quote()
+        yield from self._end_table()
+        text, self._text = self._text.rstrip(), ""
+        if self._prose:
+            parts, rest = chunks(text)
+            yield replace(self._prose, parts=(*parts, rest) if rest else tuple(parts), closes=True)
+            self._prose = None
+
+    def _begins_item(self, line: str) -> bool:
+        """Whether `line` ends the prose before it; only a list that begins with 1 may interrupt a paragraph."""
+        match = self._item(line)
+        in_list = self._list_column is not None
+        return match is not None and (in_list or not match[2][0].isdigit() or match[2][:-1] == "1")
+
+    def _item(self, line: str) -> re.Match[str] | None:
+        match = _ITEM.match(line)
+        return match if match and (len(match[1]) < CODE_INDENT or self._list_column is not None) else None
+
+    def _gap(self, kind: str) -> bool:
+        """Whether a blank line stands before what begins now, which is of that `kind`."""
+        gap = self._blank or kind == "" or kind != self._last
+        self._blank, self._last = False, kind
+        return gap
+
+    def _indent(self, line: str) -> int:
+        """Columns by which a paragraph stands inside a list; one that is not inside ends the list."""
+        spaces = len(line) - len(line.lstrip(" "))
+        if not spaces or self._list_column is None:
+            self._list_column = None
+            return 0
+        return self._list_column if spaces >= self._list_column + CODE_INDENT else spaces
+
+    # Code
 
     def _open(self, fence: Fence) -> Iterator[Piece]:
         yield from self._end()
         if fence.item:
-            yield Prose("", self._gap(item=True), fence.column - len(fence.item) - 1, fence.item)
+            yield Prose((), gap=self._gap("item"), indent=fence.column - len(fence.item) - 1, marker=fence.item)
         if not fence.column:
             self._list_column = None
-        self._fence, self._blank, self._last_is_item = fence, False, False
+        self._fence, self._blank, self._last = fence, False, ""
         yield Code((), fence.language, fence.column, opens=True)
 
     def _code(self, fence: Fence, line: str) -> Code:
@@ -122,69 +235,61 @@ class Blocks:
             return Code((), fence.language, fence.column, closes=True)
         return Code((fence.body(line),), fence.language, fence.column)
 
-    def _begins_block(self, line: str) -> bool:
-        """Whether `line` ends the prose before it; only a list that begins with 1 may interrupt a paragraph."""
-        if _RULE.match(line):
-            return "-" not in line or self._item(self._text) is not None  # --- makes a heading of a paragraph
-        if _HEADING.match(line):
-            return True
-        match = self._item(line)
-        in_list = self._list_column is not None or self._item(self._text) is not None
-        return match is not None and (in_list or not match[2][0].isdigit() or match[2][:-1] == "1")
+    def _begins_code(self, line: str) -> bool:
+        """By its indentation alone."""
+        return self._list_column is None and self._prose is None and line.startswith(" " * CODE_INDENT)
 
-    def _item(self, text: str) -> re.Match[str] | None:
-        match = None if _RULE.match(text.split("\n", 1)[0]) else _ITEM.match(text)
-        return match if match and (len(match[1]) < _CODE_INDENT or self._list_column is not None) else None
+    def _indented(self, line: str) -> Code:
+        return Code((line,), "", 0, opens=self._gap("indented"))
 
-    def _end(self) -> Iterator[Piece]:
-        text, self._text = self._text, ""
-        if not text:
+    # Quotes
+
+    def _quoted(self, line: str) -> Iterator[Piece]:
+        if self._quote is None:
+            yield from self._end()
+            self._gap("")
+            self._quote = Blocks()
+        yield from in_quote(self._quote.feed(line + "\n"))
+
+    def _end_quote(self) -> Iterator[Piece]:
+        quote, self._quote = self._quote, None
+        if quote:
+            yield from in_quote(quote.close())
+
+    # Tables
+
+    def _row(self, line: str) -> Iterator[Piece]:
+        table = self._table
+        if table is None:
+            self._header = line
             return
-        match = self._item(text)
-        gap = self._gap(item=match is not None)
-        self._blank, self._last_is_item = False, match is not None
-        if match:
-            self._list_column = match.end()
-            yield Prose(_dedented_all(text[match.end() :], match.end()), gap, len(match[1]), match[2])
-        else:
-            indent = self._indent(text)
-            yield Prose(_dedented_all(text, indent), gap, indent)
+        table = replace(table, rows=(*table.rows, cells(line, len(table.aligned))))
+        if not table.opens or len(table.rows) > 1 + ROWS_TO_MEASURE:
+            yield table
+            table = replace(table, rows=(), opens=False)
+        self._table = table
 
-    def _gap(self, *, item: bool) -> bool:
-        return self._blank or not (item and self._last_is_item)
+    def _opens_table(self, line: str) -> bool:
+        header = cells(self._header or "")
+        return _DELIMITERS.match(line) is not None and len(header) == len(cells(line))
 
-    def _indent(self, text: str) -> int:
-        """Columns by which a paragraph stands inside a list; one that is not inside ends the list."""
-        spaces = len(text) - len(text.lstrip(" "))
-        if not spaces or self._list_column is None:
-            self._list_column = None
-            return 0
-        return self._list_column if spaces >= self._list_column + _CODE_INDENT else spaces
+    def _open_table(self, line: str) -> Iterator[Piece]:
+        header, self._header = self._header or "", None
+        yield from self._end()
+        indent = self._indent(header)
+        self._gap("")
+        self._table = Table((cells(header),), alignment(line), closes=False, indent=indent)
 
+    def _end_header(self) -> Iterator[Piece]:
+        """It was prose after all."""
+        header, self._header = self._header, None
+        if header is not None:
+            yield from self._prose_line(header)
 
-def _joined(pieces: Iterable[Piece]) -> Iterator[Piece]:
-    """The same, code that belongs together in one piece."""
-    code: Code | None = None
-    for piece in pieces:
-        if code and isinstance(piece, Code) and not piece.opens:
-            code = replace(code, lines=code.lines + piece.lines, closes=piece.closes)
-            continue
-        if code:
-            yield code
-        code = piece if isinstance(piece, Code) else None
-        if not isinstance(piece, Code):
-            yield piece
-    if code:
-        yield code
-
-
-def _dedented(line: str, columns: int) -> str:
-    """`line` without its first spaces, at most `columns` of them."""
-    return line[min(columns, len(line) - len(line.lstrip(" "))) :]
-
-
-def _dedented_all(text: str, columns: int) -> str:
-    return "".join(_dedented(line, columns) for line in text.splitlines(keepends=True))
+    def _end_table(self) -> Iterator[Piece]:
+        table, self._table = self._table, None
+        if table:
+            yield replace(table, closes=True)
 
 
 def last_code_block(text: str) -> str | None:

@@ -2,136 +2,130 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
+from functools import cache
 from typing import TYPE_CHECKING
 
-from rich.cells import cell_len
-from rich.markdown import Markdown
-from rich.padding import Padding
 from rich.segment import ControlType, Segment
-from rich.syntax import PygmentsSyntaxTheme, Syntax
+from rich.syntax import Syntax
 from rich.text import Text
 
-from minicpm_cli.chat.markdown import Code, Piece, Prose
-from minicpm_cli.chat.terminal import neutral
+from minicpm_cli.chat.inline import inline
+from minicpm_cli.chat.pieces import Code, Piece, Prose, Rule, Table
+from minicpm_cli.chat.rows import Rows
+from minicpm_cli.chat.tables import Columns
 
 if TYPE_CHECKING:
-    from markdown_it.token import Token
-    from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+    from rich.console import Console, ConsoleOptions, RenderResult
 
 _CONTEXT = 40  # lines before the new ones that the highlighter reads; all of a block of 300 took it 7 times as long
-_THEME = "monokai"
-_WRAP_OFF, _WRAP_ON = "\x1b[?7l", "\x1b[?7h"
+_THEME = "ansi_dark"  # the terminal's own colours, on its own background
+_CODE_MARGIN = "  "
+_BAR = "▌ "
 
 
-class Rows:
-    """Renders the pieces of one text in order; knows what was printed before, for blank lines and for colours."""
+class Page:
+    """Writes the pieces of one text in order; knows what was written before, for blank rows and for colours."""
 
-    def __init__(self, code: Sequence[str] = (), *, first: bool = True) -> None:
-        self._code = list(code)  # the last lines of the fence that is open
-        self._first = first
+    def __init__(self, console: Console) -> None:
+        self.rows = Rows()
+        self._console = console
+        self._code: list[str] = []  # the last lines of the block that is open
+        self._columns: Columns | None = None  # of the table that is open
+        self._quotes = 0  # around what was written last
+        self._first = True
 
-    def copy(self) -> Rows:
-        return Rows(self._code, first=self._first)
-
-    def of(self, pieces: Iterable[Piece]) -> list[RenderableType]:
-        rows: list[RenderableType] = []
+    def write(self, pieces: Iterable[Piece]) -> None:
         for piece in pieces:
-            rows += self._of_code(piece) if isinstance(piece, Code) else self._of_prose(piece)
-        return rows
+            if isinstance(piece, Prose):
+                self._prose(piece)
+            elif isinstance(piece, Code):
+                self._code_lines(piece)
+            elif isinstance(piece, Table):
+                self._table(piece)
+            else:
+                self._rule(piece)
+            self._quotes = piece.quotes
 
-    def _of_prose(self, prose: Prose) -> Iterator[RenderableType]:
-        yield from self._gap(prose.gap)
-        text = markdown(prose.text)
-        if not prose.marker and not prose.indent:
-            yield text
-        else:
-            bullet = "•" if prose.marker in ("-", "*", "+") else prose.marker
-            yield Indented(text, prose.indent + 1, bullet and f"{bullet} ")
+    def margin(self, indent: int) -> str:
+        """What stands before each line of a code block."""
+        return " " * indent + _CODE_MARGIN
 
-    def _of_code(self, code: Code) -> Iterator[RenderableType]:
-        """The lines on the theme's background, a row of which stands before the first and after the last."""
-        edge = Padding("", style=PygmentsSyntaxTheme(_THEME).get_background_style())
-        rows: list[RenderableType] = []
+    def _prose(self, prose: Prose) -> None:
+        rows = self.rows
+        if prose.opens:
+            self._gap(prose, prose.gap)
+            bars, space = _bars(prose.quotes), " " * (prose.indent + bool(prose.marker or prose.indent))
+            bullet = "• " if prose.marker in ("-", "*", "+") else prose.marker and f"{prose.marker} "
+            hanging = space + " " * len(bullet)
+            rows.begin(Text.assemble(bars, space, (bullet, "bold cyan")), Text.assemble(bars, hanging))
+        for part in prose.parts:
+            text = inline(part)
+            if prose.level:
+                text.stylize_before(_heading(prose.level))
+            rows.write(text)
+        if prose.closes:
+            rows.close()
+
+    def _code_lines(self, code: Code) -> None:
         if code.opens:
-            yield from self._gap(True)
+            self._gap(code, True)
             self._code = []
-            rows.append(edge)
-        if code.lines:
-            rows.append(self._highlighted(code))
-        if code.closes:
-            rows.append(edge)
-        yield from (Indented(row, code.indent + 1) if code.indent else row for row in rows)
+        margin = Text.assemble(_bars(code.quotes), self.margin(code.indent))
+        for line in self._highlighted(code):
+            self.rows.line(Text.assemble(margin, line) if line else Text())
 
-    def _highlighted(self, code: Code) -> Syntax:
+    def _highlighted(self, code: Code) -> list[Text]:
+        if not code.lines:
+            return []
         lines = [*self._code, *code.lines]
-        new = (len(self._code) + 1, len(lines))
         self._code = lines[-_CONTEXT:]
-        text, language = "\n".join(lines), code.language or "text"
-        return Syntax(text, language, theme=_THEME, word_wrap=True, padding=(0, 1), line_range=new)
+        text = _syntax(code.language).highlight("\n".join(lines))
+        text.rstrip()
+        shown = list(text.split("\n", allow_blank=True))
+        return [*shown, *[Text()] * (len(lines) - len(shown))][-len(code.lines) :]
 
-    def _gap(self, wanted: bool) -> Iterator[RenderableType]:
+    def _table(self, table: Table) -> None:
+        if table.opens:
+            self._gap(table, True)
+            self._columns = Columns.measured(table)
+        if self._columns:
+            room = self.rows.width - len(_bars(table.quotes)) - table.indent
+            for row in self._columns.rows(self._console, table, room):
+                self.rows.line(Text.assemble(_bars(table.quotes), " " * table.indent, row))
+
+    def _rule(self, rule: Rule) -> None:
+        self._gap(rule, rule.gap)
+        self.rows.line(Text.assemble(_bars(rule.quotes), ("─" * max(1, min(40, self.rows.width // 2)), "dim")))
+
+    def _gap(self, piece: Piece, wanted: bool) -> None:
         if wanted and not self._first:
-            yield Text("")
+            self.rows.line(Text(_bars(min(piece.quotes, self._quotes)).rstrip()))
         self._first = False
 
 
-class Indented:
-    """What stands inside a list: `columns` of space, and the item's bullet on the first row."""
+class Segments:
+    """Text for `Console.print` that is written as it is: nothing is wrapped, cut or filled."""
 
-    def __init__(self, inner: RenderableType, columns: int, bullet: str = "") -> None:
-        self._inner, self._columns, self._bullet = inner, columns, bullet
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        first = " " * min(self._columns, options.max_width // 2) + self._bullet
-        room = max(1, options.max_width - cell_len(first))
-        for line in console.render_lines(self._inner, options.update(width=room), pad=False) or [[]]:
-            yield Segment(first, console.get_style("markdown.item.bullet"))
-            yield from line
-            yield Segment.line()
-            first = " " * cell_len(first)
-
-
-class Tail:
-    """The last rows of what is still open, never more than half the screen, so that a smaller window still holds them.
-
-    While they are drawn the terminal does not wrap: a row stays one row, whatever width a terminal gives an emoji.
-    """
-
-    def __init__(self) -> None:
-        self.rows: list[RenderableType] = []
+    def __init__(self, *parts: Text | str) -> None:
+        self._parts = parts
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        lines = [line for row in self.rows for line in console.render_lines(row, options, pad=False)]
-        shown = lines[-max(1, console.size.height // 2) :]
-        for number, line in enumerate(shown):
-            if number == 0:
-                yield _control(_WRAP_OFF)
-            yield from line
-            if number == len(shown) - 1:
-                yield _control(_WRAP_ON)
-            yield Segment.line()
+        for part in self._parts:
+            if isinstance(part, Text):
+                yield from part.render(console)
+            elif part:
+                yield Segment(part, None, [(ControlType.CARRIAGE_RETURN,)])  # to rich a control code
 
 
-def _control(code: str) -> Segment:
-    return Segment(code, None, [(ControlType.CARRIAGE_RETURN,)])  # rich passes on what it takes for a control code
+def _bars(quotes: int) -> str:
+    return _BAR * quotes
 
 
-def markdown(text: str) -> Markdown:
-    """Markdown in which tags, link definitions and line breaks are text: rich would leave them out."""
-    from markdown_it import MarkdownIt
-
-    parser = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"]).disable("reference")
-    rendered = Markdown("", hyperlinks=False)
-    rendered.parsed = parser.parse(text)
-    _settle(rendered.parsed)
-    return rendered
+def _heading(level: int) -> str:
+    return {1: "bold underline", 2: "bold", 3: "bold"}.get(level, "italic")
 
 
-def _settle(tokens: Iterable[Token]) -> None:
-    """Line breaks stay, and entities such as &#x202e; are made harmless once they are characters."""
-    for token in tokens:
-        token.content = neutral(token.content)
-        if token.type == "softbreak":
-            token.type, token.tag = "hardbreak", "br"
-        _settle(token.children or ())
+@cache
+def _syntax(language: str) -> Syntax:
+    return Syntax("", language or "text", theme=_THEME)

@@ -27,7 +27,10 @@ def _picture(match: re.Match[str]) -> str:
 
 @dataclass(slots=True)
 class Terminal:
-    """`color` and `plain` are the user's wishes; nothing is coloured where a stream is not a terminal."""
+    """`color` and `plain` are the user's wishes; nothing is coloured where a stream is not a terminal.
+
+    What a model thinks is `folded` into one line.
+    """
 
     out: TextIO
     err: TextIO
@@ -35,6 +38,7 @@ class Terminal:
     plain: bool = False
     quiet: bool = False
     verbose: bool = False
+    folded: bool = False
 
     @property
     def out_tty(self) -> bool:

@@ -1,4 +1,4 @@
-"""How a reply appears while it comes: as it is, or as markdown of which only what is still open is ever redrawn."""
+"""How a reply appears while it comes: as it is, or as markdown. What was written is never taken back."""
 
 from __future__ import annotations
 
@@ -6,18 +6,16 @@ import os
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, TextIO
+from typing import Protocol, TextIO
 
-from minicpm_cli.chat.markdown import Blocks, Piece
+from minicpm_cli.chat.markdown import Blocks
 from minicpm_cli.chat.terminal import Terminal, neutral
+from minicpm_cli.chat.thoughts import Thoughts
 from minicpm_cli.types import Channel
-
-if TYPE_CHECKING:
-    from rich.live import Live
 
 Size = Callable[[], tuple[int, int]]  # columns, rows
 Clock = Callable[[], float]  # seconds
-_REDRAW_SECONDS = 0.08
+_REDRAW_SECONDS = 0.04
 
 
 class View(Protocol):
@@ -32,107 +30,97 @@ def view_for(terminal: Terminal) -> View:
 class PlainView:
     """Text as it comes; thinking on stderr, and a line break where one ends and the other begins."""
 
-    def __init__(self, terminal: Terminal) -> None:
+    def __init__(self, terminal: Terminal, *, clock: Clock = time.monotonic) -> None:
         self._terminal = terminal
-        self._open: dict[Channel, bool] = {"think": False, "answer": False}  # the last line has no newline yet
+        self._thoughts = Thoughts(terminal, partial(_size, terminal.err), clock)
+        self._open = False  # the last line of the answer has no newline yet
 
     def show(self, channel: Channel, text: str) -> None:
         if not text:
             return
-        if channel == "answer":
-            self._end_thought()
-            self._terminal.answer(text)
-        else:
-            self._terminal.thought(text)
-        self._open[channel] = not text.endswith("\n")
+        if channel == "think":
+            self._thoughts.show(text)
+            return
+        self._thoughts.end()
+        self._terminal.answer(text)
+        self._open = not text.endswith("\n")
 
     def end(self) -> None:
-        self._end_thought()
-        if self._open["answer"]:
+        self._thoughts.end()
+        if self._open:
             self._terminal.answer("\n")
-            self._open["answer"] = False
-
-    def _end_thought(self) -> None:
-        if self._open["think"]:
-            self._terminal.line("")
-            self._open["think"] = False
+            self._open = False
 
 
 class MarkdownView:
-    """Finished pieces are printed once and stay; below them the open one is drawn anew, cut to half the screen.
+    """Pieces are appended as soon as they can change no more, and the window wraps or scrolls them as it likes.
 
+    Behind them, in the same row, stands the beginning of what is not finished. Only that is ever erased.
     Drawing takes at most a fifth of the time, also where the terminal or the machine is slow.
     """
 
     def __init__(self, terminal: Terminal, *, size: Size | None = None, clock: Clock = time.monotonic) -> None:
         from rich.console import Console
 
-        from minicpm_cli.chat.rendering import Rows, Tail
+        from minicpm_cli.chat.echo import Echo
+        from minicpm_cli.chat.rendering import Page
 
         color = terminal.color
         self._console = Console(file=terminal.out, highlight=False, markup=False, emoji=False, no_color=not color)
-        self._thinking = PlainView(terminal)
-        self._size = size or partial(_size, terminal.out)
-        self._clock = clock
-        self._blocks = Blocks()
-        self._finished: list[Piece] = []  # and not printed yet
-        self._rows, self._tail = Rows(), Tail()
-        self._live: Live | None = None
+        self._size, self._clock = size or partial(_size, terminal.out), clock
+        self._thoughts = Thoughts(terminal, size or partial(_size, terminal.err), clock)
+        self._text = ""  # what came since the last drawing
+        self._blocks, self._page, self._echo = Blocks(), Page(self._console), Echo()
         self._due = clock()  # when to draw next
 
     def show(self, channel: Channel, text: str) -> None:
         if not text:
             return
         if channel == "think":
-            self._lift()
-            self._thinking.show(channel, text)
+            self._draw(echo=False)
+            self._leave_row()
+            self._thoughts.show(text)
             return
-        self._thinking.end()
-        self._finished += self._blocks.feed(neutral(text))
+        self._thoughts.end()
+        self._text += neutral(text)
         if self._clock() >= self._due:
             self._draw()
 
     def end(self) -> None:
-        from minicpm_cli.chat.rendering import Rows
+        from minicpm_cli.chat.rendering import Page
 
-        self._thinking.end()
-        self._finished += self._blocks.close()
-        self._lift()
-        self._rows = Rows()
+        self._thoughts.end()
+        self._draw(echo=False, close=True)
+        self._page = Page(self._console)
 
-    def _draw(self) -> None:
-        """One write: the open piece goes, what is finished takes its place, what is open now comes below."""
-        from rich.console import Group
+    def _draw(self, *, echo: bool = True, close: bool = False) -> None:
+        """One write: what is not finished goes, what is finished takes its place, what is not comes behind it."""
+        from minicpm_cli.chat.rendering import Segments
 
         start = self._clock()
-        self._console.size = self._size()
-        if self._live is None:
-            self._live = self._started()
-        printed, self._finished = self._rows.of(self._finished), []
-        self._tail.rows = self._rows.copy().of(self._blocks.preview())
-        if printed:
-            self._console.print(Group(*printed))
-        else:
-            self._live.refresh()
+        erase = self._free_row()
+        text, self._text = self._text, ""
+        self._page.write([*self._blocks.feed(text), *(self._blocks.close() if close else ())])
+        parts = Segments(erase, self._page.rows.take(), self._echo.of(self._blocks, self._page) if echo else "")
+        self._console.print(parts, crop=False, end="")
         end = self._clock()
         self._due = end + max(_REDRAW_SECONDS, 4 * (end - start))
 
-    def _started(self) -> Live:
-        from rich.live import Live
+    def _free_row(self) -> str:
+        """What erases the part that was not finished. Where the window is too narrow now, it stays and counts."""
+        columns, rows = self._size()[0], self._page.rows
+        if self._echo.shown and not self._echo.erasable(columns):
+            self._blocks.skip(self._echo.count)
+            self._echo.erase()
+            rows.new_row()
+        rows.resize(columns)
+        return self._echo.erase()
 
-        live = Live(self._tail, console=self._console, auto_refresh=False, transient=True)
-        live.start()
-        self._console.show_cursor(True)  # a process that is killed or stopped leaves it as it is
-        return live
-
-    def _lift(self) -> None:
-        """Takes the open piece off the screen; what is finished stays."""
-        if self._finished:
-            self._draw()
-        live, self._live = self._live, None
-        self._tail.rows = []
-        if live is not None:
-            live.stop()
+    def _leave_row(self) -> None:
+        """What is thought in the middle of an answer begins in a row of its own."""
+        if self._page.rows.column:
+            self._page.rows.end()
+            self._draw(echo=False)
 
 
 def _size(out: TextIO) -> tuple[int, int]:

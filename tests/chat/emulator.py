@@ -9,20 +9,32 @@ import pyte
 
 
 class _Screen(pyte.Screen):
-    """Rows that scroll off the top are kept."""
+    """Rows that scroll off the top are kept, each with whether it goes on in the next one."""
 
     def __init__(self, columns: int, rows: int) -> None:
-        self.scrolled: list[str] = []
+        self.scrolled: list[tuple[str, bool]] = []
+        self.wraps: dict[int, bool] = {}
+        self._drawing = False
         super().__init__(columns, rows)
+
+    def row(self, y: int, columns: int | None = None) -> str:
+        return "".join(self.buffer[y][x].data for x in range(self.columns if columns is None else columns))
+
+    def linefeed(self) -> None:
+        self.wraps[self.cursor.y] = self._drawing
+        super().linefeed()
 
     def index(self) -> None:
         if self.cursor.y == self.lines - 1:
-            self.scrolled.append("".join(self.buffer[0][x].data for x in range(self.columns)).rstrip())
+            self.scrolled.append((self.row(0), self.wraps.get(0, False)))
+            self.wraps = {y - 1: wraps for y, wraps in self.wraps.items() if y}
         super().index()
 
     def draw(self, data: str) -> None:
+        self._drawing = True
         for part in re.split("(\u200d)", data):  # pyte drops what follows a joiner in one call
             super().draw(part)
+        self._drawing = False
 
     def resize(self, lines: int | None = None, columns: int | None = None) -> None:
         """As xterm does: rows above the cursor scroll off where there is no room, columns are cut."""
@@ -39,9 +51,22 @@ class _Screen(pyte.Screen):
         super().resize(lines, columns)
         self.cursor.x, self.cursor.y = min(x, columns), y
 
+    def logical_lines(self) -> list[str]:
+        """The rows up to the cursor, those together that the terminal itself had wrapped."""
+        here = self.cursor.y
+        rows = [*self.scrolled, *((self.row(y), self.wraps.get(y, False)) for y in range(here))]
+        rows.append((self.row(here, self.cursor.x), False))
+        lines, before = [""], False
+        for number, (text, wraps) in enumerate(rows):
+            last = number == len(rows) - 1
+            text = text if wraps or last else text.rstrip()
+            lines[-1:] = [lines[-1] + text] if before or not number else [lines[-1], text]
+            before = wraps
+        return lines
+
 
 class Emulator(io.StringIO):
-    """Write to it as to a terminal. With `reflow`, a narrower window breaks long rows in two, as VTE does."""
+    """Write to it as to a terminal. With `reflow`, lines are wrapped anew in another window, as most terminals do."""
 
     def __init__(self, rows: int = 24, columns: int = 80, *, reflow: bool = False) -> None:
         super().__init__()
@@ -62,11 +87,11 @@ class Emulator(io.StringIO):
         return self._screen.columns, self._screen.lines
 
     def resize(self, rows: int, columns: int) -> None:
-        if self._reflow and columns < self._screen.columns:
-            above = [*self._screen.scrolled, *self.screen[: self._screen.cursor.y + 1]]
+        if self._reflow:
+            lines = self._screen.logical_lines()
             self._screen = _Screen(columns, rows)
             self._stream = pyte.Stream(self._screen)
-            self._stream.feed("\r\n".join(above))
+            self._stream.feed("\r\n".join(lines))
         else:
             self._screen.resize(rows, columns)
 
@@ -75,10 +100,20 @@ class Emulator(io.StringIO):
         return bool(self._screen.cursor.hidden)
 
     @property
+    def cursor(self) -> tuple[int, int]:
+        """Its column and row on the screen, from 0."""
+        return self._screen.cursor.x, self._screen.cursor.y
+
+    @property
     def screen(self) -> list[str]:
         return [row.rstrip() for row in self._screen.display]
 
     @property
     def text(self) -> str:
         """All rows, from the first that scrolled off to the last on the screen."""
-        return "\n".join([*self._screen.scrolled, *self.screen]).rstrip()
+        return "\n".join([*(row.rstrip() for row, _ in self._screen.scrolled), *self.screen]).rstrip()
+
+    @property
+    def lines(self) -> str:
+        """The same, rows that the terminal wrapped as one line: what a person copies."""
+        return "\n".join(line.rstrip() for line in self._screen.logical_lines()).rstrip()

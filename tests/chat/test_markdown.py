@@ -1,20 +1,22 @@
-"""Where a growing markdown text is cut into finished blocks."""
+"""Where a growing markdown text is cut into pieces that can change no more."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minicpm_cli.chat.markdown import Blocks, Code, Piece, Prose, last_code_block
+from minicpm_cli.chat.inline import REACH, chunks, inline
+from minicpm_cli.chat.markdown import Blocks, last_code_block
+from minicpm_cli.chat.pieces import Code, Piece, Prose, Rule, Table, joined
 
-TEXT = """# Title
+TEXT = """# Title #
 
 A para
-graph.
+graph, **with a
+mark** in it.
 ## Head
 - x
   y
@@ -35,56 +37,136 @@ Lazy
 after
 ---
 
+| a | b |
+| - | -: |
+| 1 | `2` |
+
+| no table
+
+> quoted
+> - x
 end
-***
 10. no item
+***
 1. item
+    code
+    more
+
+    code
 """
-PIECES = [
-    Prose("# Title\n"),
-    Prose("A para\ngraph.\n"),
-    Prose("## Head\n"),
-    Prose("x\ny\n", marker="-"),
-    Prose("z\n", gap=False, indent=1, marker="*"),
-    Prose("deep\n", gap=False, indent=3, marker="1)"),
-    Prose("more\nLazy\n", indent=6),
+PIECES: list[Piece] = [
+    Prose(("Title",), level=1),
+    Prose(("A", " para", "\n", "graph,", " **with a\nmark**", " in", " it.")),
+    Prose(("Head",), level=2),
+    Prose(("x", "\n", "y"), marker="-"),
+    Prose(("z",), gap=False, indent=1, marker="*"),
+    Prose(("deep",), gap=False, indent=3, marker="1)"),
+    Prose(("more", "\n", "Lazy"), indent=6),
     Code(("~~~",), "", 0, opens=True, closes=True),
-    Prose("Two:\n", marker="2."),
+    Prose(("Two:",), marker="2."),
     Code(("a", "", "  b"), "py", 3, opens=True, closes=True),
-    Prose("after\n---\n"),
-    Prose("end\n"),
-    Prose("***\n10. no item\n"),
+    Prose(("after",)),
+    Rule(),
+    Table((("a", "b"), ("1", "`2`")), ("left", "right")),
+    Prose(("|", " no", " table")),
+    Prose(("quoted",), quotes=1),
+    Prose(("x",), marker="-", quotes=1),
+    Prose(("end", "\n", "10.", " no", " item")),
+    Rule(),
+    Prose(("item", "\n code", "\n more"), marker="1."),
+    Prose(("code",), indent=4),
 ]
 
 
-def whole(pieces: list[Piece]) -> list[Piece]:
-    """The same, lines of one fence in one piece."""
-    joined: list[Piece] = []
-    for piece in pieces:
-        if isinstance(piece, Code) and not piece.opens:
-            code = joined.pop()
-            assert isinstance(code, Code)
-            piece = replace(code, lines=code.lines + piece.lines, closes=piece.closes)
-        joined.append(piece)
-    return joined
+def cut(text: str, cuts: list[int]) -> list[Piece]:
+    """The pieces of a text that comes in parts."""
+    blocks, places = Blocks(), [0, *sorted(c for c in cuts if c <= len(text)), len(text)]
+    found = [piece for a, b in pairwise(places) for piece in blocks.feed(text[a:b])]
+    return list(joined([*found, *blocks.close()]))
 
 
 @given(st.lists(st.integers(0, len(TEXT)), max_size=12))
 def test_pieces_do_not_depend_on_how_the_text_is_cut(cuts: list[int]) -> None:
-    places = [0, *sorted(cuts), len(TEXT)]
+    assert cut(TEXT, cuts) == PIECES
+
+
+PARTS = ["a", " b", "\n", "\n\n", "  ", "    ", "\t", "- ", "* ", "1. ", "7) ", "```", "~~~", "# ", "> ", "| ", "|-|"]
+PARTS += [
+    "---",
+    "***",
+    "*",
+    "**",
+    "_",
+    "`",
+    "``",
+    "~~",
+    "[x](y)",
+    "[",
+    "](",
+    ")",
+    "![",
+    "\\",
+    "\\*",
+    "你好",
+    "，",
+    "é",
+    "<b>",
+]
+
+
+@settings(deadline=None, max_examples=400)
+@given(st.lists(st.sampled_from(PARTS), max_size=30).map("".join), st.lists(st.integers(0, 90), max_size=12))
+def test_no_text_depends_on_how_it_is_cut(text: str, cuts: list[int]) -> None:
+    assert cut(text, cuts) == cut(text, list(range(len(text)))) == cut(text, [])
+
+
+def test_what_comes_next_begins_anew() -> None:
     blocks = Blocks()
-    found = whole([piece for a, b in pairwise(places) for piece in blocks.feed(TEXT[a:b])])
-    assert found == PIECES
-    assert blocks.preview() == blocks.preview() == blocks.close() == [Prose("item\n", marker="1.")]
-    assert blocks.feed("a\n\n") == [Prose("a\n")], "a new text"
+    blocks.feed("- a\n\n```\nb")
+    blocks.close()
+    assert [*blocks.feed("a\n\n"), *blocks.close()] == [Prose(("a",))]
+
+
+def test_words_are_given_on_as_they_come() -> None:
+    blocks = Blocks()
+    assert blocks.feed("One tw") == [Prose(("One",), closes=False)]
+    assert blocks.waiting == " tw"
+    assert blocks.feed("o **bold ") == [Prose((" two",), opens=False, closes=False)]
+    assert blocks.feed("words** 你好") == [Prose((" **bold words**", " 你"), opens=False, closes=False)]
+    assert blocks.close() == [Prose(("好",), opens=False)]
 
 
 def test_code_is_finished_line_by_line() -> None:
     blocks = Blocks()
     assert blocks.feed("```py\na\nb") == [Code(("a",), "py", 0, opens=True)]
-    assert blocks.preview() == [Code(("b",), "py", 0)]
+    assert blocks.waiting == "b"
     assert blocks.feed("c\n``") == [Code(("bc",), "py", 0)]
+    assert blocks.waiting == "", "it may be the end of the code"
     assert blocks.feed("`\n") == [Code((), "py", 0, closes=True)]
+
+
+def test_a_table_is_given_on_once_its_columns_are_settled() -> None:
+    blocks = Blocks()
+    assert blocks.feed("|a|\n|-|\n" + "|x|\n" * 10) == []
+    assert blocks.rows == 11
+    (table,) = blocks.feed("|y|\n")
+    assert isinstance(table, Table)
+    assert (len(table.rows), table.opens, table.closes) == (12, True, False)
+    assert blocks.feed("|z|more|\n|\n") == [
+        Table((("z | more",),), ("left",), opens=False, closes=False),
+        Table((("",),), ("left",), opens=False, closes=False),
+    ]
+    assert blocks.feed("end\n") == [Table((), ("left",), opens=False), Prose(("end",), closes=False)][:1]
+
+
+def test_what_was_shown_as_it_is_can_be_skipped() -> None:
+    blocks = Blocks()
+    blocks.feed("a **bold wo")
+    blocks.skip(len(" **bo"))
+    assert blocks.feed("rds** x\n") == [Prose(("ld", " words**", " x"), opens=False, closes=False)]
+    blocks.feed("  ```\n  x = 'lo")
+    blocks.skip(len("x = "))
+    assert blocks.feed("ng'\n") == [Code(("'long'",), "", 2)]
 
 
 LINES = [
@@ -104,17 +186,49 @@ LINES = [
     "---",
     "\ta",
 ]
+LINES += ["\ta", "> a", "|a|", "|-|", "| a | a |", "**a", "a**", "[a](", "`a"]
 
 
 @given(st.lists(st.sampled_from(LINES), max_size=20).map("\n".join))
 def test_no_word_is_lost(text: str) -> None:
-    blocks = Blocks()
-    kept = "".join(_text(piece) for piece in [*blocks.feed(text), *blocks.close()])
-    assert kept.count("a") == text.count("a")
+    assert "".join(map(_text, cut(text, []))).count("a") == text.count("a")
 
 
 def _text(piece: Piece) -> str:
-    return piece.text if isinstance(piece, Prose) else "".join([piece.language * piece.opens, *piece.lines])
+    if isinstance(piece, Prose):
+        return "".join(piece.parts)
+    if isinstance(piece, Code):
+        return "".join([piece.language * piece.opens, *piece.lines])
+    return "".join(map("".join, piece.rows)) if isinstance(piece, Table) else ""
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("**重点：**内容 and *（注）*后", "重点：内容 and （注）后"),
+        ("a * b * c, 2**3, snake_case_name, __init__(self)", "a * b * c, 2**3, snake_case_name, init(self)"),
+        ("`code` ``a ` b`` `open", "code a ` b `open"),
+        ("[text](http://x.y) ![img](a.png) <http://x.y>", "text (http://x.y) img (a.png) http://x.y"),
+        (r"\( x_1 \) \[ y \] \* \\ &lt; a\b", r"\( x_1 \) \[ y \] * \ < a\b"),
+        ("[1] [x]: y [ ] (z)", "[1] [x]: y [ ] (z)"),
+        ("***both*** ~~gone~~ **a *b* c**", "both gone a b c"),
+        ("<b>&#x202e;</b>", "<b><U+202E></b>"),
+    ],
+)
+def test_marks_within_a_line(text: str, shown: str) -> None:
+    parts, rest = chunks(text)
+    assert "".join(inline(part).plain for part in [*parts, rest]) == shown
+
+
+@pytest.mark.parametrize("mark", ["**", "`", "[", "~~", "![x]("])
+def test_a_mark_that_is_never_closed_is_text_in_the_end(mark: str) -> None:
+    text = f"a {mark}b " + "word " * REACH
+    parts, rest = chunks(text)
+    assert "".join(parts) + rest == text
+    assert len(rest) < 10
+    assert inline(parts[1]).plain == f" {mark}b"
+    parts, rest = chunks(f"a {mark}b word word")
+    assert parts == ["a"], "it may be closed"
 
 
 @pytest.mark.parametrize(
