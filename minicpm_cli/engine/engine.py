@@ -15,7 +15,7 @@ import torch
 from minicpm_cli.engine.graphs import Draw
 from minicpm_cli.engine.memory_ledger import Phase
 from minicpm_cli.engine.plan import Plan
-from minicpm_cli.engine.runner import Flight, Model, Runner
+from minicpm_cli.engine.runner import Flight, Model, Runner, alike_rows
 from minicpm_cli.engine.scheduler import Scheduler
 from minicpm_cli.engine.sequence import EngineConfig, EngineRequest, TokenEvent
 from minicpm_cli.engine.speculation import Price
@@ -58,10 +58,12 @@ class Engine:
             clock,
             host_draws=self.runner.host_draws,
             price=Price.on(decoder.device.type),
+            alike_rows=alike_rows(decoder),
         )
         self.memory: Memory | None = None
         self._lag = decoder.device.type != "cpu" if config.lag is None else config.lag
         self._flight: Flight | None = None
+        self._since: float | None = None  # since when the device works on the step in flight; None: nobody knows
         self._active: Generator[TokenEvent] | None = None
         self._aborts: deque[str] = deque()
         self._clean = True
@@ -79,6 +81,11 @@ class Engine:
         self._active = self._serve(iter(source))
         return self._active
 
+    @property
+    def looks_up(self) -> bool:
+        """Whether tokens that are expected may be verified several in a step."""
+        return self.scheduler.speculation is not None
+
     def abort(self, request_id: str) -> None:
         """Ends the requests with this id, if they were pulled, before the next step; their last event says "cancelled".
 
@@ -94,7 +101,7 @@ class Engine:
             while self._source_open or self.scheduler.live:
                 yield from self._pull(source)
                 yield from self.scheduler.abort(self._taken_aborts())
-                if self._flight and not self._may_lag():
+                if self._flight and not self._may_fly():
                     yield from self._land()
                 yield from self._step()
             self._clean = True
@@ -102,44 +109,49 @@ class Engine:
             self._reset()
 
     def _step(self) -> list[TokenEvent]:
-        """Plans and launches a step, then commits the one before it; or this one too, if nothing may lag."""
-        started, waited, lags = self._clock(), self.stats.wait_seconds, self._flight is not None
+        """Plans and launches a step, and commits the one before it; or this one too, if it may not fly.
+
+        If what comes after the tokens in flight may be foreseen, those are taken in first, and told after the launch.
+        """
+        started, waited = self._clock(), self.stats.wait_seconds
+        if self._flight is None:
+            self._since = started
+        events = self._land() if self._flight and self._foresees(self._flight) else []
         plan = self.scheduler.plan()
         if not plan.chunks:
-            return self._land() if self._flight else self._pause()
+            return events or (self._land() if self._flight else self._pause())
+        phase = self._phase(plan)
         if self.memory is not None:
-            self.memory.enter(self._phase(plan))
+            self.memory.enter(phase)
         try:
             flight = self.runner.launch(plan)
         except (RuntimeError, MemoryError) as error:
-            return [*self._land(), *self._out_of_memory(plan, error)]
-        events = self._land()
+            return [*events, *self._land(), *self._out_of_memory(plan, error)]
+        events += self._land()
         self._flight = flight
-        if not self._may_lag():
+        if phase == "capture":
+            self._since = None
+        if not self._may_fly():
             events += self._land()
         waited, seconds = self.stats.wait_seconds - waited, self._clock() - started
         self.stats.note_step(plan.tokens, seconds - waited)
-        if lags or self._flight is None:
-            self.scheduler.timed(plan, seconds)
         return events
 
     def _phase(self, plan: Plan) -> Phase:
-        pipeline = self.runner.pipeline
         if not plan.decodes:
             return "prefill"
-        if pipeline is None or plan.hosted or pipeline.ready(plan.sampled):
-            return "decode"
-        return "capture"
+        return "capture" if self.runner.captures(plan) else "decode"
 
-    def _may_lag(self) -> bool:
-        """Whether the next step may be launched before the one in flight is known.
+    def _may_fly(self) -> bool:
+        """Whether the step in flight may stay there while the tokens before it are told.
 
-        Not if a request needs the host between its steps, nor if a capture would keep the tokens in flight waiting, nor
-        if what comes after these may be foreseen.
+        Not if a request needs the host between its steps, nor if a capture would keep the tokens in flight waiting.
         """
-        if not self._lag or self.scheduler.hosted or self.scheduler.speculates:
-            return False
-        return self.runner.ready(self.scheduler.running)
+        return self._lag and not self.scheduler.hosted and self.runner.ready(self.scheduler.running)
+
+    def _foresees(self, flight: Flight) -> bool:
+        """Whether the next step's rows depend on what the one in flight draws."""
+        return flight.plan.extra > 0 or self.scheduler.speculates
 
     def _land(self) -> list[TokenEvent]:
         """Waits for the step in flight, and takes in what it drew."""
@@ -148,7 +160,11 @@ class Engine:
             return []
         started = self._clock()
         flight.wait()
-        self.stats.wait_seconds += self._clock() - started
+        landed = self._clock()
+        self.stats.wait_seconds += landed - started
+        if self._since is not None:
+            self.scheduler.timed(flight.plan, landed - self._since)
+        self._since = landed
         return self.scheduler.commit(flight.plan, flight.draws())
 
     def _pull(self, source: Iterator[EngineRequest | None]) -> Iterator[TokenEvent]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -13,8 +13,9 @@ from minicpm_cli.engine.decode_inputs import DecodeLayout
 from minicpm_cli.engine.inputs import DrawState, Kind, Tensors, penalty_state
 from minicpm_cli.engine.penalties import Penalties, PenaltyState
 from minicpm_cli.engine.plan import Plan
-from minicpm_cli.kernels.batch import ForwardBatch
+from minicpm_cli.kernels.batch import Drafts, ForwardBatch
 
+FEWEST_DRAFTED = 4  # rows of a step with drafts; with 2 it takes as long, and needs a capture of its own
 Forward = Callable[[ForwardBatch, Any], Tensor]
 Work = Callable[[], None]
 Capture = Callable[[Work], Work]
@@ -102,6 +103,21 @@ def _runs_ahead(work: Work) -> bool:
     return True
 
 
+class Form(NamedTuple):
+    """What a captured decode step is made for: so many rows, drawn in such a way, of `sequences` if it has drafts."""
+
+    rows: int
+    kind: Kind
+    sequences: int = 0
+
+    @classmethod
+    def of(cls, plan: Plan, kind: Kind, most: int) -> Form:
+        rows = len(plan.chunks)
+        if not plan.extra:
+            return cls(padded(rows, most), kind)
+        return cls(padded(max(rows, FEWEST_DRAFTED), most), kind, padded(rows - plan.extra, most))
+
+
 class DecodeSteps:
     """The device's side of decode steps: one buffer for the inputs of all of them and the tokens they draw."""
 
@@ -122,61 +138,67 @@ class DecodeSteps:
         self._elements = self.buffer[: layout.nbytes // 8 * 8].view(torch.int64)
         self._rows = torch.arange(layout.rows + 1, dtype=torch.int64, device=device)
         self._starts = self._rows.int()
-        self._captured: dict[tuple[int, Kind], Work] = {}
-        self.logits: dict[int, Tensor] = {}  # [count, V] of the last hosted step of each count
+        self._captured: dict[Form, Work] = {}
+        self.logits: dict[Form, Tensor] = {}  # [rows, V] of the last hosted step of each form
 
-    def ready(self, count: int, kind: Kind) -> bool:
-        """Whether a step of `count` rows runs at once: nothing is to be captured."""
-        return self._capture is None or (count, kind) in self._captured
+    def ready(self, form: Form) -> bool:
+        """Whether such a step runs at once: nothing is to be captured."""
+        return self._capture is None or form in self._captured
 
-    def launch(self, sent: Tensor, plan: Plan, count: int, kind: Kind) -> None:
-        """Runs a plan, padded to `count` rows, on the bytes `sent` by the host; leaves ids and peaks on the device."""
-        if self._capture is not None and (count, kind) not in self._captured:
-            self._captured[count, kind] = self._capture_step(self._capture, count, kind)
-        self.buffer[self.layout.step(count)[1]].copy_(sent, non_blocking=True)
+    def launch(self, sent: Tensor, plan: Plan, form: Form) -> None:
+        """Runs a plan, padded to the form, on the bytes `sent` by the host; leaves ids and peaks on the device."""
+        if self._capture is not None and form not in self._captured:
+            self._captured[form] = self._capture_step(self._capture, form)
+        self.buffer[self.layout.step(form.rows)[1]].copy_(sent, non_blocking=True)
         if self._capture is None:
-            padding = (1,) * (count - len(plan.chunks))
-            self._step(count, kind, tuple([chunk.start + 1 for chunk in plan.chunks]) + padding)
+            padding = (1,) * (form.rows - len(plan.chunks))
+            self._step(form, tuple([chunk.start + 1 for chunk in plan.chunks]) + padding)
         else:
-            self._captured[count, kind]()
+            self._captured[form]()
 
     def take(self, logits: Tensor, kind: Kind, rows: Tensors) -> None:  # [S, V]
         """Draws for the next step, after one of any kind."""
         self._draw(logits, kind, rows, self.drawn[: len(logits)], self.peaks[: len(logits)])
 
-    def _step(self, count: int, kind: Kind, kv_lens: tuple[int, ...] = ()) -> None:
-        there = self.layout.step(count)[0].device(self.buffer)
-        logits = self._run(self._batch(there, count, kv_lens))
-        if kind == "hosted":
-            self.logits[count] = logits
+    def _step(self, form: Form, kv_lens: tuple[int, ...] = ()) -> None:
+        there = self.layout.step(form.rows)[0].device(self.buffer)
+        logits = self._run(self._batch(there, form, kv_lens))
+        if form.kind == "hosted":
+            self.logits[form] = logits
         else:
-            self.take(logits, kind, there)
+            self.take(logits, form.kind, there)
 
-    def _batch(self, there: Tensors, count: int, kv_lens: tuple[int, ...]) -> ForwardBatch:
+    def _batch(self, there: Tensors, form: Form, kv_lens: tuple[int, ...]) -> ForwardBatch:
         """A captured step may read only the tensors: the host's lengths are those of the moment."""
+        count, table = form.rows, self.layout.table.device(self.buffer)["page_table"][: form.rows]
         return ForwardBatch(
             ids=self._elements.index_select(0, there["source"]),
             positions=there["positions"],
             slots=there["slots"],
             q_start=self._starts[: count + 1],
             kv_len=there["kv_len"],
-            page_table=self.layout.table.device(self.buffer)["page_table"][:count],
+            page_table=table,
             last=self._rows[:count],
             max_q=1,
             max_kv=self.layout.columns * self.page_size,
             page_size=self.page_size,
             q_lens=(1,) * count,
             kv_lens=kv_lens,
+            drafts=self._drafts(there["positions"], table, form.sequences) if form.sequences else None,
         )
 
-    def _capture_step(self, capture: Capture, count: int, kind: Kind) -> Work:
+    def _drafts(self, positions: Tensor, table: Tensor, sequences: int) -> Drafts:
+        page = (positions // self.page_size).unsqueeze(1)
+        return Drafts(sequences, table.gather(1, page), (positions % self.page_size + 1).int())
+
+    def _capture_step(self, capture: Capture, form: Form) -> Work:
         """Captures over padding alone, which leaves the cache, the tokens in flight and the penalties as they are."""
         kept = self.buffer.clone()
-        arrays, span = self.layout.step(count)
+        arrays, span = self.layout.step(form.rows)
         self.buffer[span].zero_()
         there = arrays.device(self.buffer)
         there["kv_len"].fill_(1)
         there["seat"].fill_(-1)
-        work = capture(lambda: self._step(count, kind))
+        work = capture(lambda: self._step(form))
         self.buffer.copy_(kept)
         return work

@@ -133,6 +133,7 @@ class StepInputs:
             q_lens=self.q_lens,
             kv_lens=self.kv_lens,
             runs=self.runs,
+            drafts=None,
         )
 
 
@@ -158,6 +159,8 @@ def build(plan: Plan, page_size: int, *, pinned: bool = False, penalties: Penalt
     _fill_places(host, starts, counts, page_size)
     if penalties:
         fill_draws(host, seqs, penalties)
+        if plan.extra:
+            host["index"][:] = [seq.drawn_before(start + size) for seq, start, size, _ in plan.chunks]
     runs = tuple(chunk.seq.run for chunk in chunks)
     return StepInputs(layout, buffer, page_size, tuple(counts.tolist()), tuple(ends.tolist()), runs)
 
@@ -180,10 +183,10 @@ def step_layout(T: int, B: int, S: int, P: int, *, flying: int = 0, draws: bool 
 
 
 def fill_draws(host: Arrays, seqs: list[Sequence], penalties: Penalties) -> None:
-    """The first rows of the arrays that say how each is drawn. The draw itself already counts in `length`."""
+    """The first rows of the arrays that say how each is drawn: as its sequence's last row, which `length` counts."""
     params, count = [seq.request.params for seq in seqs], len(seqs)
     host["seed"][:count].view(np.uint64)[:] = [seq.request.seed for seq in seqs]
-    host["index"][:count] = [seq.length - seq.prompt_length - 1 for seq in seqs]
+    host["index"][:count] = [seq.drawn_before(seq.length - 1) for seq in seqs]
     host["temperature"][:count] = [0 if seq.greedy else tempered(seq.request.params.temperature) for seq in seqs]
     host["top_p"][:count] = [p.top_p for p in params]
     host["min_p"][:count] = [p.min_p for p in params]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from minicpm_cli.engine import inputs
 from minicpm_cli.engine.decode_inputs import DecodeHost, DecodeLayout
-from minicpm_cli.engine.graphs import Capture, DecodeSteps, DeviceDraw, Work, padded
+from minicpm_cli.engine.graphs import Capture, DecodeSteps, DeviceDraw, Form, Work, padded
 from minicpm_cli.engine.inputs import kind_of
 from minicpm_cli.engine.penalties import Penalties
 from minicpm_cli.engine.plan import Chunk, Plan
@@ -101,7 +101,11 @@ class Pipeline:
 
     def ready(self, seqs: list[Sequence]) -> bool:
         """Whether a decode step of these is launched at once; else it is captured first."""
-        return self.steps.ready(padded(len(seqs), self.config.rows), kind_of(seqs))
+        return self.steps.ready(Form(padded(len(seqs), self.config.rows), kind_of(seqs)))
+
+    def captures(self, plan: Plan) -> bool:
+        """Whether launching the plan captures its decode step first."""
+        return plan.decodes and not self.steps.ready(Form.of(plan, kind_of(plan.sampled), self.config.rows))
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> DeviceFlight:
@@ -126,10 +130,10 @@ class Pipeline:
         """Of a decode step that the host draws from. Nothing may be in flight."""
         slot = self._slots[self._turn]
         slot.mark.synchronize()
-        count = padded(len(plan.chunks), self.config.rows)
-        self.steps.launch(slot.inputs.fill(plan, count, "hosted"), plan, count, "hosted")
+        form = Form.of(plan, "hosted", self.config.rows)
+        self.steps.launch(slot.inputs.fill(plan, form.rows, form.kind), plan, form)
         slot.mark = self.submit(lambda: None)
-        return self.steps.logits[count][: len(plan.chunks)]
+        return self.steps.logits[form][: len(plan.chunks)]
 
     def settle(self) -> None:
         """Waits for all that was launched, on whichever stream: the memory of steps left in flight is free again."""
@@ -147,7 +151,8 @@ class Pipeline:
         sizes = [self.prefills.size(chunk) for chunk in prompts[: PROMPTS_APART + 1]]
         if len(sizes) > PROMPTS_APART or 0 in sizes:
             return None
-        works = [self._decode(Plan(plan.chunks[: plan.decoding]), slot)] if plan.decoding else []
+        decodes = Plan(plan.chunks[: plan.decoding]) if prompts else plan
+        works = [self._decode(decodes, slot)] if plan.decoding else []
         row = plan.decoding
         for chunk, size in zip(prompts, sizes, strict=True):
             works.append(self._prefill(chunk, size, row))
@@ -160,9 +165,9 @@ class Pipeline:
         return work
 
     def _decode(self, plan: Plan, slot: Slot) -> Work:
-        count, kind = padded(len(plan.chunks), self.config.rows), kind_of(plan.sampled)
-        sent = slot.inputs.fill(plan, count, kind)
-        return lambda: self.steps.launch(sent, plan, count, kind)
+        form = Form.of(plan, kind_of(plan.sampled), self.config.rows)
+        sent = slot.inputs.fill(plan, form.rows, form.kind)
+        return lambda: self.steps.launch(sent, plan, form)
 
     def _prefill(self, chunk: Chunk, size: int, row: int) -> Work:
         host, kind = self.prefills.build(chunk, size, pinned=self.pinned), kind_of((chunk.seq,))

@@ -113,6 +113,10 @@ class Runner:
             logits = self.forward(self.inputs(plan))
         return Landed(plan, self.sample(plan, logits))
 
+    def captures(self, plan: Plan) -> bool:
+        """Whether launching the plan captures its decode step first. What the host draws of is not counted."""
+        return self.pipeline is not None and not plan.hosted and self.pipeline.captures(plan)
+
     def ready(self, running: list[Sequence]) -> bool:
         """Whether a decode step of these is launched without being captured first."""
         if self.pipeline is None or not running or any(seq.remaining > 1 for seq in running):
@@ -131,7 +135,7 @@ class Runner:
         rows = Rows.of(
             [seq.request.params for seq in seqs],
             [seq.request.seed for seq in seqs],
-            [start + size - seq.prompt_length for seq, start, size, sampled in plan.chunks if sampled],
+            [seq.drawn_before(start + size) for seq, start, size, sampled in plan.chunks if sampled],
             self.device,
         )
         scores = self.penalties.apply(logits, seqs)
@@ -166,6 +170,12 @@ def _kernel_draws(config: EngineConfig, model: Model) -> Draw | None:
     from minicpm_cli.kernels.sampling import Draws  # triton: only where a GPU is
 
     return Draws(config.rows, model.cfg.vocab, model.device)
+
+
+def alike_rows(model: Model) -> int | None:
+    """Steps of up to so many rows compute the same for each, whatever is beside it; None: of any number."""
+    rows: int | None = getattr(model, "alike_rows", None)
+    return rows
 
 
 def _capturable(model: Model) -> bool:

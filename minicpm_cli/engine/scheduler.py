@@ -24,7 +24,8 @@ from minicpm_cli.types import FinishReason
 class Scheduler:
     """`running` is in order of arrival. Nothing here costs more than the number of running sequences a step.
 
-    With `host_draws` the device itself can only take the likeliest token.
+    With `host_draws` the device itself can only take the likeliest token. Steps of up to `alike_rows` rows compute the
+    same for each; None: of any number.
     """
 
     def __init__(
@@ -36,9 +37,12 @@ class Scheduler:
         *,
         host_draws: bool = False,
         price: Price | None = None,
+        alike_rows: int | None = None,
     ) -> None:
         self.host_draws = host_draws
-        self.speculation = Speculation(config, price or Price.on("cpu"), stats) if config.lookup else None
+        self.speculation: Speculation | None = None
+        if config.lookup and alike_rows != 1:
+            self.speculation = Speculation(config, price or Price.on("cpu"), stats, alike_rows)
         self.config, self.vocab, self.stats, self.clock = config, vocab, stats, clock
         self.pool = PagePool(config.pages, config.page_size, config.prefix_cache)
         self.running: list[Sequence] = []

@@ -150,6 +150,10 @@ class Sequence:
             return self.tokens[place]
         return self.draft[place - known] if self.draft else 0
 
+    def drawn_before(self, computed: int) -> int:
+        """Which of the request's draws follows its first `computed` tokens."""
+        return computed - self.prompt_length
+
     def add_pages(self, pages: list[int]) -> None:
         self.version += 1
         for page in pages:

@@ -1,8 +1,8 @@
 """Whether rows that verify expected tokens pay, and how many: their odds against what they cost.
 
 A decode step gives a sequence a row for its last token and one for each expected token behind it. Every row draws with
-the number of its own place: the tokens are those that steps of one row draw, as far as products of more rows round the
-same. torch's packed and bf16 products on a CPU do; a GPU's add up in another order, as in any larger batch.
+the number of its own place: the tokens are those that steps of one row draw, where products of more rows round the
+same. torch's packed and bf16 products on a CPU do; on a GPU those of as many rows as the decoder says (`alike_rows`).
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class Price:
     def on(cls, device: str) -> Price:
         """demo on 2 cores after 512 tokens: 2, 3, 5 and 8 rows take 1.1, 1.3, 2.2 and 2.7 times as long as one.
 
-        On a GPU a verifying step waits for the host, and how much its rows cost depends on kernels and context: there
-        only what is nearly certain is worth a try, and its time decides from then on.
+        On a GPU a verifying step waits for the host and launches more, rows are nearly free; its time decides from the
+        first one on.
         """
-        return cls(0.0, 0.25) if device == "cpu" else cls(0.8, 0.04)
+        return cls(0.0, 0.25) if device == "cpu" else cls(0.3, 0.02)
 
     def of(self, rows: int, extra: int = 0) -> float:
         plain = 1 + self.each * (rows - 1)
@@ -60,10 +60,14 @@ class Price:
 
 
 class Speculation:
-    """Up to `config.lookup` expected tokens a sequence, where that pays."""
+    """Up to `config.lookup` expected tokens a sequence, where that pays.
 
-    def __init__(self, config: EngineConfig, price: Price, stats: Stats) -> None:
+    Never more than `most` rows a step: with more, each would come out otherwise than in a step of its own.
+    """
+
+    def __init__(self, config: EngineConfig, price: Price, stats: Stats, most: int | None = None) -> None:
         self.config, self.price, self._stats = config, price, stats
+        self._rows = min(config.max_batch_tokens, config.max_batch_tokens if most is None else most)
 
     def pays(self, seqs: Collection[Sequence]) -> bool:
         """Whether the next step should wait for the tokens of the one in flight, which may be a draft's."""
@@ -94,7 +98,7 @@ class Speculation:
     def counts(self, seqs: Collection[Sequence]) -> list[int]:
         """How many tokens to draft for each of these: the likeliest first, as many as bring the most in a time."""
         counts = [0] * len(seqs)
-        room = self.config.max_batch_tokens - len(seqs)
+        room = self._rows - len(seqs)
         if not 0 < len(seqs) <= SPECULATING:
             return counts
         odds = [(chance, place) for place, seq in enumerate(seqs) for chance in self._odds(seq)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from minicpm_cli.kernels.ops import Ops
 from minicpm_cli.model.attention import GroupedAttention, LatentAttention
 from minicpm_cli.model.config import ModelConfig
 from minicpm_cli.model.kv import KVCache
-from minicpm_cli.model.mlp import make_mlp
+from minicpm_cli.model.mlp import GatedMLP, make_mlp
 from minicpm_cli.model.rope import Rotary
 from minicpm_cli.model.shapes import EMBED, HEAD
 from minicpm_cli.model.weights import Weights
@@ -81,6 +81,25 @@ class Decoder:
         self.weight_bytes = weights.nbytes
         # The reference attention walks the lengths that only the host knows.
         self.capturable = weights.capturable and ops.attend is not reference.attend
+
+    @property
+    def alike_rows(self) -> int | None:
+        """Steps of up to so many rows compute the same for each, to the bit, whatever is near it; None: of any number.
+
+        On a GPU the kernel for few rows does, and decode attention; experts and MLA's inner products do not.
+        """
+        if self.device.type == "cpu":
+            return None
+        if self.ops.attend is reference.attend or not all(isinstance(b.mlp, GatedMLP) for b in self.blocks):
+            return 1
+        return max(1, min(getattr(layer, "fused_rows", 0) for layer in self._layers()))
+
+    def _layers(self) -> Iterator[Any]:
+        """Every product of a step, None for one that is no layer."""
+        yield self.head
+        for block in self.blocks:
+            for branch, names in ((block.attention, ("qkv", "out")), (block.mlp, ("gate_up", "down"))):
+                yield from (getattr(branch, name, None) for name in names)
 
     def forward(self, batch: ForwardBatch, kv: KVCache) -> Tensor:  # [S, V] float32
         """Logits of the rows `batch.last`; the keys and values of all rows are written to `kv`."""

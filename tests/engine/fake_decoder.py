@@ -34,6 +34,7 @@ class FakeDecoder:
     vocab: int = VOCAB
     before_step: Callable[[int], None] | None = None
     spoil: Callable[[list[int], Tensor], Tensor] | None = None
+    alike_rows: int | None = None
     steps: int = 0
     tokens: int = 0
     largest_step: int = 0

@@ -81,6 +81,7 @@ class PaddedFake(FakeDecoder):
         assert batch.kv_lens[:used] in ((), lengths)
         if not used:
             return torch.zeros(len(real), self.vocab)
+        self._check_rows(batch, used)
         stripped = replace(
             batch,
             ids=batch.ids[:used],
@@ -97,6 +98,20 @@ class PaddedFake(FakeDecoder):
         )
         logits = super().forward(stripped, kv)
         return torch.cat([logits, torch.zeros(len(real) - used, self.vocab)])
+
+    def _check_rows(self, batch: ForwardBatch, used: int) -> None:
+        """No row reads what another stores, unless the batch says so."""
+        written, drafts = batch.slots[:used] // self.page_size, batch.drafts
+        read = [
+            table[: -(-length // self.page_size)].tolist()
+            for table, length in zip(batch.page_table, batch.kv_len, strict=True)
+        ]
+        shared = [i for i in range(used) for j in range(used) if i != j and int(written[i]) in read[j]]
+        assert bool(shared) <= (drafts is not None)
+        if drafts is not None:
+            assert len({table[0] for table in read[:used]}) <= drafts.sequences
+            assert drafts.page[:used, 0].tolist() == written.tolist()
+            assert drafts.filled[:used].tolist() == (batch.slots[:used] % self.page_size + 1).tolist()
 
     def _alone(self, batch: ForwardBatch, kv: object) -> Tensor:
         """One sequence, and one of padding behind it."""
@@ -154,8 +169,11 @@ def replayed(work: Callable[[], None]) -> Callable[[], None]:
     return work
 
 
-def lagged_engine(way: str, pages: int = 200, page_size: int = 4, **options: Any) -> tuple[Engine, FakeDecoder]:
+def lagged_engine(
+    way: str, pages: int = 200, page_size: int = 4, alike_rows: int | None = None, **options: Any
+) -> tuple[Engine, FakeDecoder]:
     decoder = PaddedFake(pages, page_size)
+    decoder.alike_rows = alike_rows
     sizes = {"max_seqs": 8, "max_batch_tokens": 64, "context": 400} | options
     config = EngineConfig(pages=pages, page_size=page_size, lag=True, **sizes)
     engine = Engine(decoder, None, config, draw=Draws())

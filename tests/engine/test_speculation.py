@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,12 +14,16 @@ from engine_work import Odd, Stop, Work, same, told
 from fake_decoder import FakeDecoder, reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lagged_cases import WAYS, Draws, lagged_engine
+from lagged_cases import WAYS, Draws, Mark, Queue, lagged_engine
 from tensor_decoder import TensorDecoder
 from torch import Tensor
 
+from minicpm_cli.engine.decode_inputs import DecodeHost, DecodeLayout
 from minicpm_cli.engine.engine import Engine, EngineConfig, EngineRequest
+from minicpm_cli.engine.inputs import build
 from minicpm_cli.engine.pages import ROOT, PagePool
+from minicpm_cli.engine.penalties import Penalties
+from minicpm_cli.engine.plan import Chunk, Plan
 from minicpm_cli.engine.sequence import Sequence
 from minicpm_cli.engine.speculation import Price, Speculation
 from minicpm_cli.engine.stats import Stats
@@ -33,14 +39,19 @@ def forgetful(history: list[int], logits: Tensor) -> Tensor:
 
 
 def engine_of(
-    lookup: int, way: str = "plain", pages: int = 200, price: Price = FREE, **options: Any
+    lookup: int,
+    way: str = "plain",
+    pages: int = 200,
+    price: Price = FREE,
+    alike_rows: int | None = None,
+    **options: Any,
 ) -> tuple[Engine, FakeDecoder]:
     options = {"max_seqs": 4, "max_batch_tokens": 64, "context": 400, "lookup": lookup} | options
     if way == "plain":
         decoder = FakeDecoder(pages, 4)
         engine = Engine(decoder, None, EngineConfig(pages=pages, page_size=4, **options))
     else:
-        engine, decoder = lagged_engine(way, pages, **options)
+        engine, decoder = lagged_engine(way, pages, alike_rows=alike_rows, **options)
     decoder.spoil = forgetful
     engine._clock = lambda: 0.0  # times of fakes would tell nothing
     if engine.scheduler.speculation:
@@ -206,21 +217,57 @@ def test_on_a_device(device: str, graphs: bool) -> None:
     assert stats.proposed_tokens > stats.accepted_tokens > 0
 
 
+class Depths(Queue):
+    """How many steps are in flight after each launch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = list[int]()
+
+    def submit(self, work: Callable[[], None]) -> Mark:
+        mark = super().submit(work)
+        self.seen.append(len(self.works))
+        return mark
+
+
 def test_lag_where_nothing_is_expected() -> None:
+    """Else the tokens in flight are taken in before the next launch, and told after it."""
     engine, _ = engine_of(8, "lagged")
-    flights = [engine._flight is not None for _ in engine.generate([request("a", prompt(6), LONG)])]
-    assert flights[0]
-    assert any(flights[1:])
-    assert not all(flights[:-2])
+    depths = Depths()
+    assert engine.runner.pipeline is not None
+    engine.runner.pipeline.submit = depths.submit
+    told = [engine._flight is not None for _ in engine.generate([request("a", prompt(6), LONG)])]
+    assert depths.seen[:2] == [1, 2]
+    assert depths.seen.count(1) > 5
+    assert all(told[:-9])
+
+
+def test_a_draft_in_flight_whose_request_is_cancelled_changes_nothing_for_others() -> None:
+    requests = [request("a", (*prompt(9), *prompt(9)), LONG), request("b", prompt(20, 1), LONG)]
+    want = answers(run_checked(engine_of(0, "queued")[0], requests))["b"]
+    drafted = 0
+    for count in range(1, 40):
+        engine, _ = engine_of(8, "queued")
+        got = list[int]()
+        for event in engine.generate(requests):
+            if event.id == "a" and event.usage is None and engine.stats.generated_tokens >= count:
+                drafted += (
+                    engine._flight is not None and len(engine._flight.plan.joined()) == 2 < engine._flight.plan.tokens
+                )
+                engine.abort("a")
+            if event.id == "b" and event.token is not None:
+                got.append(event.token)
+        assert got == want, count
+    assert drafted > 5
 
 
 def sequence(tokens: list[int], **params: Any) -> Sequence:
     return Sequence(request("a", tokens, replace(LONG, **params)), 60, 0.0)
 
 
-def speculation(price: Price, lookup: int = 8, budget: int = 64) -> Speculation:
+def speculation(price: Price, lookup: int = 8, budget: int = 64, most: int | None = None) -> Speculation:
     config = EngineConfig(pages=50, max_seqs=4, max_batch_tokens=budget, context=100, lookup=lookup)
-    return Speculation(config, price, Stats())
+    return Speculation(config, price, Stats(), most)
 
 
 @pytest.mark.parametrize(("free", "drafted", "held"), [(0, 3, 0), (1, 3, 0), (2, 8, 1), (9, 8, 1)])
@@ -284,3 +331,38 @@ def test_what_does_not_pay_stops(slow: float) -> None:
     engine.runner.forward.step = timed
     run_checked(engine, [request("a", prompt(9), replace(LONG, max_tokens=380))])
     assert now[0] < 380 * 1.25
+
+
+@pytest.mark.parametrize(("alike", "longest"), [(None, 9), (8, 8), (3, 3), (2, 2)])
+def test_no_more_rows_than_come_out_alike(alike: int | None, longest: int) -> None:
+    engine, decoder = engine_of(8, "queued", alike_rows=alike)
+    run_checked(engine, [request("a", (*prompt(9), *prompt(9)), LONG)])
+    assert max(size for size in map(len, decoder.batches[1:])) == longest
+    assert speculation(FREE, most=3).counts([sequence([1, 2, 3, 4, 5, 6] * 6)] * 2) == [1, 0]
+
+
+def test_no_drafts_where_no_two_rows_come_out_alike() -> None:
+    engine, _ = engine_of(8, "queued", alike_rows=1)
+    assert engine.scheduler.speculation is None
+    assert answers(run_checked(engine, [request("a", prompt(9), LONG)]))
+
+
+def test_each_row_of_a_draft_has_the_draw_of_its_own_place() -> None:
+    """However its step is put together."""
+    one, two = sequence([1, 2, 3, 4, 5], temperature=0.5), sequence(list(range(9)), temperature=0.5)
+    one.tokens.append(9)
+    for seq in (one, two):
+        seq.add_pages([5, 7])
+        seq.planned = len(seq.tokens)
+        seq.length = len(seq.tokens) + 1
+    one.draft = array("i", [4, 4])
+    rows = [Chunk(one, 5, 1, True), Chunk(one, 6, 1, True), Chunk(one, 7, 1, True), Chunk(two, 8, 1, True)]
+    plan, penalties = Plan(rows, 2), Penalties(97, torch.device("cpu"), 2)
+    mixed = build(plan, 16, penalties=penalties)
+    layout = DecodeLayout(4, 3)
+    single = DecodeHost(layout, 16, penalties, pinned=False)
+    single.fill(plan, 4, "drawn")
+    for host in (mixed.layout.host(mixed.buffer), layout.step(4)[0].host(single.buffer)):
+        assert host["index"].tolist() == [1, 2, 3, 0]
+        assert host["ids"].tolist() == [9, 4, 4, 8]
+        assert host["seed"].tolist() == [5] * 4
