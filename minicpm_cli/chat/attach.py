@@ -9,6 +9,7 @@ from pathlib import Path
 from minicpm_cli.errors import FileError, UsageError
 
 _FENCE = re.compile(r"`{3,}")
+CONVERT = "Convert it first (iconv -f ENCODING -t utf-8)."
 _HEAD = 8192  # bytes in which a zero tells a binary file, as for git
 _MAGIC = (
     (b"%PDF-", "PDF"),
@@ -22,24 +23,27 @@ _MAGIC = (
 )
 
 
-def decode(data: bytes, name: str) -> str:
-    """UTF-8 text, a BOM left out. Raises UsageError for a binary file, or naming the first byte that is no text."""
-    kind = _kind(data)
+def decode(data: bytes, name: str, encoding: str | None = None, *, cure: str = CONVERT) -> str:
+    """Text, a BOM left out; UTF-8 unless the user named another `encoding`. `cure` is what to do about other text.
+
+    Raises UsageError for a binary file, or naming the first byte that is no text.
+    """
+    kind = _kind(data, cure) if encoding is None else None
     if kind:
         raise UsageError(f"{name} is {kind}")
     try:
-        return data.removeprefix(b"\xef\xbb\xbf").decode("utf-8")
+        return data.decode(encoding or "utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
-        offset = error.start + (3 if data.startswith(b"\xef\xbb\xbf") else 0)
+        wanted = (encoding or "utf-8").upper()
         raise UsageError(
-            f"{name} is not UTF-8: byte 0x{data[offset]:02x} at offset {offset}. Convert it first (iconv -t utf-8)."
+            f"{name} is not {wanted}: byte 0x{data[error.start]:02x} at offset {error.start}. {cure}"
         ) from None
 
 
-def _kind(data: bytes) -> str | None:
+def _kind(data: bytes, cure: str) -> str | None:
     """What is no UTF-8 text, by how it begins. UTF-16 is text, and most of its bytes may be zeros."""
     if data.startswith((b"\xff\xfe", b"\xfe\xff")):
-        return "UTF-16 text. Convert it first (iconv -f utf-16 -t utf-8)."
+        return f"UTF-16 text. {cure}"
     found = next((kind for magic, kind in _MAGIC if data.startswith(magic)), None)
     if found or b"\0" in data[:_HEAD]:
         return f"a binary file{f' ({found})' if found else ''}. Only text can be put into a prompt."
@@ -51,10 +55,10 @@ def path_of(text: str | Path) -> Path:
     return Path(os.path.expanduser(text))
 
 
-def read_text(path: Path) -> str:
-    """The text of a file. Raises FileError when it cannot be read."""
+def read_text(path: Path, encoding: str | None = None, *, cure: str = CONVERT) -> str:
+    """The text of a file, as `decode`. Raises FileError when it cannot be read."""
     try:
-        return decode(path_of(path).read_bytes(), str(path))
+        return decode(path_of(path).read_bytes(), str(path), encoding, cure=cure)
     except OSError as error:
         raise FileError(f"cannot read {path}: {error.strerror or error}. Check the name and its permissions.") from None
 
