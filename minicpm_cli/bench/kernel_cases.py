@@ -15,7 +15,7 @@ from torch import Tensor
 from minicpm_cli.bench.kernels import Call, Case
 from minicpm_cli.bench.weights import RandomSource
 from minicpm_cli.kernels.batch import ForwardBatch
-from minicpm_cli.kernels.cache import LayerCache, encode
+from minicpm_cli.kernels.cache import LayerCache, beside, encode
 from minicpm_cli.kernels.ops import ops_for
 from minicpm_cli.model.config import ModelConfig
 from minicpm_cli.model.load_scheme import LoadScheme
@@ -179,7 +179,8 @@ class Sizes:
             v = k[..., : self.cfg.mla.kv_rank]
         if scales is None:
             return LayerCache(rows, k, v)
-        return LayerCache(rows, k, v, scales, *self._halves(scales.view(pages, PAGE, -1)))
+        paged = beside(scales, PAGE)
+        return LayerCache(rows, k, v, paged, *self._halves(paged))
 
     def _halves(self, paged: Tensor) -> tuple[Tensor, Tensor]:
         """Of the heads: keys and values, which are one for MLA."""

@@ -175,8 +175,8 @@ class History:
 
     @property
     def strides(self) -> tuple[int, int, int]:
-        """From one row to the next, in elements: the cache, its scales, the page table."""
-        scales = 0 if self.cache.k_scale is None else self.cache.k_scale.stride(1)
+        """In elements, from one row of the cache to the next, one page of its scales, one row of the page table."""
+        scales = 0 if self.cache.k_scale is None else self.cache.k_scale.stride(0)
         return self.cache.k.stride(1), scales, self.page_table.stride(0)
 
 

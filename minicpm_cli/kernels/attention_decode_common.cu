@@ -26,7 +26,7 @@ struct Params {
     const int *table, *lengths;
     const float *cos, *sin;
     u8 *out;
-    int q_stride, row_stride, scale_stride, table_stride;  // elements, from row to row
+    int q_stride, row_stride, scale_stride, table_stride;  // elements, from row to row; of scales from page to page
     float scale_log2;
 };
 
@@ -117,12 +117,17 @@ __device__ __forceinline__ float fresh_scale(const u16 *p) {
 __device__ __forceinline__ size_t slot_of(const Params &p, int row, int token) {
     return (size_t)__ldg(p.table + (size_t)row * p.table_stride + token / PAGE) * PAGE + token % PAGE;
 }
-__device__ __forceinline__ void copy_scale(const Params &p, int key, u32 *to, size_t slot, bool value, bool wanted) {
-    const u16 *at = (value ? p.v_scale : p.k_scale) + slot * p.scale_stride + key;  // the aligned word around it
-    copy4(shared_address(to), (const void *)((size_t)at & ~(size_t)3), wanted);
+// A page's scales of a head lie side by side, PAGE of them, an even number.
+__device__ __forceinline__ size_t scale_at(const Params &p, int key, size_t slot) {
+    return slot / PAGE * p.scale_stride + key * PAGE + slot % PAGE;
 }
-__device__ __forceinline__ float scale_in(u32 word, const u16 *scales, int key) {  // rows of scales are whole words
-    return f32_of_f16(((size_t)(scales + key) & 2 ? word >> 16 : word) & 0xffff);
+__device__ __forceinline__ void copy_scales(const Params &p, int key, u32 *to, size_t slot, bool value, bool wanted) {
+    copy4(shared_address(to), (value ? p.v_scale : p.k_scale) + scale_at(p, key, slot), wanted);  // of two tokens
+}
+// Of the keys of a step of STEP tokens, then of its values.
+template <int STEP>
+__device__ __forceinline__ float scale_in(const u32 *coded, int token, bool value) {
+    return f32_of_f16(((const u16 *)coded)[token + (value ? STEP : 0)]);
 }
 
 // ---- the newest token ----
@@ -257,7 +262,7 @@ __device__ __forceinline__ void kept(float (&f)[EACH], const u8 *from, const u16
 // The newest token's key and value: out of q, or, already stored, out of the cache.
 __device__ __forceinline__ void load_newest(const Params &p, const Place &me, size_t slot, Head &k, Head &v) {
     const size_t at = (slot * p.row_stride + me.key * D + me.piece * EACH) * BYTES;
-    const size_t scale = KIND ? slot * p.scale_stride + me.key : 0;
+    const size_t scale = KIND ? scale_at(p, me.key, slot) : 0;
     if (TURN) {
         load_head(p, me.row, HEADS + me.key, me.piece, me.inside, true, k);
         load_head(p, me.row, HEADS + KEYS + me.key, me.piece, me.inside, false, v);
@@ -271,7 +276,7 @@ __device__ __forceinline__ void keep_newest(
 ) {  // leaves what the cache now holds
     if (!TURN) return;
     const size_t at = (slot * p.row_stride + me.key * D + me.piece * EACH) * BYTES;
-    const size_t scale = KIND ? slot * p.scale_stride + me.key : 0;
+    const size_t scale = KIND ? scale_at(p, me.key, slot) : 0;
     store = store && me.side == 0 && me.inside;
     turn(k, angle);
     keep(k.own, p.k + at, p.k_scale + scale, store, me.piece == 0);

@@ -92,9 +92,9 @@ class Form:
         pieces = self.width * (1 if self.kind else 2) // 16
         if self.heads == self.keys:
             side = 32 // (1 << (pieces - 1).bit_length())
-            stage = cut.depth * 1024 + (side * cut.depth * 8 if self.kind else 0)
+            stage = cut.depth * 1024 + (side * cut.depth * 4 if self.kind else 0)
             return 16 + cut.warps * (cut.stages * stage + cut.cluster * part)
-        stage = (2 * -(-pieces // 4) + 4 * -(-pieces // 8)) * 512 + (128 if self.kind else 0)
+        stage = (2 * -(-pieces // 4) + 4 * -(-pieces // 8)) * 512 + (64 if self.kind else 0)
         return 16 + cut.warps * (cut.stages * stage + 16 * part) + 8 * self.width
 
 
@@ -104,7 +104,7 @@ def supported(q: Tensor, cache: LayerCache, turn: int = 0) -> bool:
         return False
     width, each = cache.k.shape[3], 16 if cache.k.dtype in KINDS else 8
     return (
-        (cache.k.dtype == q.dtype or cache.scales is not None)
+        (cache.k.dtype == q.dtype or (cache.scales is not None and cache.scales.shape[1] % 2 == 0))
         and cache.rows.shape[1] == 2 * cache.k.shape[2]
         and width <= 128
         and not (width % each or turn % each or (width - 2 * turn) % each)
@@ -164,7 +164,7 @@ def decode(
     p.scale_log2 = scale * LOG2_E
     if cache.k_scale is not None and cache.v_scale is not None:
         p.k_scale, p.v_scale = cache.k_scale.data_ptr(), cache.v_scale.data_ptr()
-        p.scale_stride = cache.k_scale.stride(1)
+        p.scale_stride = cache.k_scale.stride(0)
     if turn:
         p.cos, p.sin = turn[0].data_ptr(), turn[1].data_ptr()
     launcher(torch.cuda.current_stream(q.device).cuda_stream)

@@ -9,7 +9,7 @@
 // larger.
 
 enum { GROUP = HEADS / KEYS, TILES = (GROUP + 15) / 16, PARTS = CLUSTER * WARPS, OWNED = 16 / CLUSTER, UNIT = 16 };
-enum { NK = (PIECES + 3) / 4, NV = (PIECES + 7) / 8, WORDS = EACH / 2, CODED = KIND ? UNIT * 2 : 0 };
+enum { NK = (PIECES + 3) / 4, NV = (PIECES + 7) / 8, WORDS = EACH / 2, CODED = KIND ? UNIT : 0 };
 enum { STAGE = (2 * NK + 4 * NV) * 512, RING = STAGES * STAGE, WARP_BYTES = RING + STAGES * CODED * 4 };
 static_assert(PARTS <= 32 && HEADS % KEYS == 0 && 16 % CLUSTER == 0);
 constexpr bool F16 = KIND || FLOAT16;
@@ -67,10 +67,10 @@ __device__ __forceinline__ void request(const Params &p, const Place &me, u8 *st
             copy16(shared_address(to), from + (piece < PIECES ? piece : 0) * 16, there && piece < PIECES);
         }
     }
-    if (KIND) {
-        const int token = first + me.lane / 2;
-        const size_t slot = PAGE % UNIT == 0 ? page + me.lane / 2 : token < older ? slot_of(p, me.row, token) : 0;
-        copy_scale(p, me.key, coded + me.lane, slot, me.lane & 1, token < older);
+    if (KIND && me.lane < CODED) {  // the scales of two tokens' keys or values
+        const int within = 2 * me.lane % UNIT, token = first + within;
+        const size_t slot = PAGE % UNIT == 0 ? page + within : token < older ? slot_of(p, me.row, token) : 0;
+        copy_scales(p, me.key, coded + me.lane, slot, 2 * me.lane >= UNIT, token < older);
     }
 }
 __device__ __forceinline__ void load_rows(const Params &p, const Place &me, int tile, Rows &q) {
@@ -148,8 +148,8 @@ __device__ __forceinline__ void take(
 #pragma unroll
         for (int n = 0; n < 2; n++) {
             const int token = 8 * t + 2 * j + n;
-            const float scale = p.scale_log2 * (KIND ? scale_in(coded[2 * token], p.k_scale, me.key) : 1.f);
-            by[t][n] = LARGER * (KIND ? scale_in(coded[2 * token + 1], p.v_scale, me.key) : 1.f);
+            const float scale = p.scale_log2 * (KIND ? scale_in<UNIT>(coded, token, false) : 1.f);
+            by[t][n] = LARGER * (!KIND ? 1.f : token < left ? scale_in<UNIT>(coded, token, true) : 0.f);
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 float &x = score[t][2 * half + n];

@@ -12,6 +12,7 @@ from minicpm_cli.kernels.attention_decode_kernels import (
     _locate,
     _merge,
     _rotated,
+    _scales_at,
     _split_bounds,
     _turn,
 )
@@ -63,7 +64,7 @@ def grouped(  # noqa: PLR0915
         turned = _rotated(q + heads[:, None] * D, dims[None, :], used, own, other, D, HALF)
         k_new = _rotated(q + (HEADS + key) * D, dims[None, :], mask, own, other, D, HALF)
         v_new = tl.load(q + (HEADS + KEYS + key) * D + dims[None, :], mask=mask, other=0.0).to(tl.float32)
-        scale_fresh = slot * scale_stride + key + dims[None, :] * 0
+        scale_fresh = _scales_at(slot, key, scale_stride, PAGE) + dims[None, :] * 0
         k_new = _keep(k_new, k, k_scale, fresh, scale_fresh, stored, stored & (dims[None, :] == 0), SCALED, 1)
         v_new = _keep(v_new, v, v_scale, fresh, scale_fresh, stored, stored & (dims[None, :] == 0), SCALED, 1)
         query = turned.to(q.dtype.element_ty)
@@ -90,7 +91,7 @@ def grouped(  # noqa: PLR0915
             scores = tl.dot(query2, tl.trans(keys2), scores, input_precision="ieee")
         scores *= scale_log2
         if SCALED:
-            scale_at = rows * scale_stride + key
+            scale_at = _scales_at(rows, key, scale_stride, PAGE)
             scores *= tl.load(k_scale + scale_at, mask=live, other=0.0).to(tl.float32)[None, :]
         scores = tl.where(live[None, :], scores, -float("inf"))
         higher = tl.maximum(top, tl.max(scores, 1))

@@ -5,9 +5,10 @@
 // end: by shuffles within the warp, then in the shared memory of the first block of the cluster. The loop has no
 // barrier: a thread copies (cp.async) and reads only its own pieces of the ring. BLOCK: heads of a block.
 
-enum { SIDE = 32 / WIDE, STEP = SIDE * DEPTH, SUB = WARPS / BLOCK, PARTS = CLUSTER * SUB, CODED = KIND ? STEP * 2 : 0 };
+enum { SIDE = 32 / WIDE, STEP = SIDE * DEPTH, SUB = WARPS / BLOCK, PARTS = CLUSTER * SUB, CODED = KIND ? STEP : 0 };
 enum { RING = STAGES * DEPTH * 2 * 32 * 16, WARP_BYTES = RING + STAGES * CODED * 4 };
 static_assert(PARTS <= 32 && WARPS % BLOCK == 0 && HEADS % BLOCK == 0 && HEADS == KEYS);
+static_assert(!KIND || (PAGE % 2 == 0 && STEP % 2 == 0));
 
 struct Softmax {
     float top, total, mixed[EACH];
@@ -25,10 +26,10 @@ __device__ __forceinline__ void request(const Params &p, const Place &me, u8 *st
         copy16(shared_address(stage + ((2 * d + 1) * 32 + me.lane) * 16), p.v + at, wanted);
     }
 #pragma unroll
-    for (int i = me.lane; i < CODED; i += 32) {  // the scales of a token's key and value
-        const int token = unit * STEP + i / 2;
-        const size_t slot = PAGE % STEP == 0 ? page + i / 2 : token < older ? slot_of(p, me.row, token) : 0;
-        copy_scale(p, me.key, coded + i, slot, i & 1, token < older);
+    for (int i = me.lane; i < CODED; i += 32) {  // the scales of two tokens' keys or values
+        const int within = 2 * i % STEP, token = unit * STEP + within;
+        const size_t slot = PAGE % STEP == 0 ? page + within : token < older ? slot_of(p, me.row, token) : 0;
+        copy_scales(p, me.key, coded + i, slot, 2 * i >= STEP, token < older);
     }
 }
 __device__ __forceinline__ void begin(
@@ -58,8 +59,8 @@ __device__ __forceinline__ void take(
 #pragma unroll
     for (int d = 0; d < DEPTH; d++) {
         const int at = d * SIDE + me.side;
-        if (KIND) score[d] *= scale_in(coded[2 * at], p.k_scale, me.key);
-        if (KIND) by[d] = scale_in(coded[2 * at + 1], p.v_scale, me.key);
+        if (KIND) score[d] *= scale_in<STEP>(coded, at, false);
+        if (KIND) by[d] = at < left ? scale_in<STEP>(coded, at, true) : 0.f;  // there may be anything behind the last
         score[d] = at < left ? score[d] : 2.f * LOWEST;
         top = fmaxf(top, score[d]);
     }

@@ -32,6 +32,12 @@ def _locate(table, tokens, last, PAGE: tl.constexpr):
 
 
 @triton.jit
+def _scales_at(rows, heads, page_stride, PAGE: tl.constexpr):
+    """Where the scales of the cache's `rows` are: a page's lie side by side, head by head."""
+    return rows // PAGE * page_stride + heads * PAGE + rows % PAGE
+
+
+@triton.jit
 def _turn(cos, sin, dims, D: tl.constexpr, HALF: tl.constexpr):
     """Rotation of a head's last 2 * HALF elements, i with i + HALF: each element's factor and its partner's."""
     LEAD: tl.constexpr = D - 2 * HALF
@@ -154,7 +160,7 @@ def multi_head(  # noqa: PLR0915
     k_tile = tl.load(k + at, mask=live[:, :, :, None] & inside, other=0.0)
     v_tile = tl.load(v + at, mask=live[:, :, :, None] & inside, other=0.0)
     if SCALED:
-        scale_at = (rows * scale_stride)[None] + heads[:, None, None]
+        scale_at = _scales_at(rows[None], heads[:, None, None], scale_stride, PAGE)
         k_code = tl.load(k_scale + scale_at, mask=live, other=0.0)
         v_code = tl.load(v_scale + scale_at, mask=live, other=0.0)
     rows = _locate(table, tokens + STEP, older, PAGE)
@@ -165,7 +171,7 @@ def multi_head(  # noqa: PLR0915
     spread = inner + lane * 0  # a copy for every lane, in the tile's layout
     begins = lane < tl.where(last == length, 1, 0)  # the first lane of the newest token's split
     fresh = slot * row_stride + spread
-    scale_fresh = slot * scale_stride + heads[:, None, None, None] + lane * 0
+    scale_fresh = _scales_at(slot, heads[:, None, None, None] + lane * 0, scale_stride, PAGE)
     q += row.to(tl.int64) * q_stride
     if HALF > 0:
         column = dims[None, None, None, :] + lane * 0 + heads[:, None, None, None] * 0
@@ -196,7 +202,7 @@ def multi_head(  # noqa: PLR0915
         if SCALED:
             scores *= k_code.to(tl.float32)
             v_factor = v_code.to(tl.float32)
-            scale_at = (rows * scale_stride)[None] + heads[:, None, None]
+            scale_at = _scales_at(rows[None], heads[:, None, None], scale_stride, PAGE)
             k_code = tl.load(k_scale + scale_at, mask=live, other=0.0)
             v_code = tl.load(v_scale + scale_at, mask=live, other=0.0)
         rows = _locate(table, tokens + 2 * STEP, older, PAGE)

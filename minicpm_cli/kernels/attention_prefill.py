@@ -95,7 +95,7 @@ def prefill(
     _prefill[grid](
         q, cache.k, cache.v, cache.k_scale, cache.v_scale, out, batch.q_start, batch.kv_len, batch.page_table,
         sequences, scale * LOG2E, q.stride(0), q.stride(1), cache.k.stride(1), cache.k.stride(2),
-        cache.k_scale.stride(1) if cache.k_scale is not None else 0, out.stride(0), dv, batch.page_table.stride(0),
+        cache.k_scale.stride(0) if cache.k_scale is not None else 0, out.stride(0), dv, batch.page_table.stride(0),
         PAGE=batch.page_size, KEY_HEADS=kv_heads, G=group, **split(dk, dv, quantized)._asdict(), SHARED=dv < dk,
         QUANTIZED=quantized,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", ROWS=tile.rows, KEYS=tile.keys,
@@ -154,7 +154,8 @@ def _blocks(
             k_rest = _part(k + wide, offsets, valid, rest, rest_pad, MASKED).to(q_wide.dtype)
             scores = tl.dot(q_rest, k_rest.T, scores, input_precision=PRECISION)
         if QUANTIZED:
-            scores *= tl.load(k_scale + slots * scale_stride, mask=valid, other=0.0).to(tl.float32)[None, :]
+            scales = slots // PAGE * scale_stride + slots % PAGE
+            scores *= tl.load(k_scale + scales, mask=valid, other=0.0).to(tl.float32)[None, :]
         if MASKED:
             scores = tl.where(columns[None, :] <= positions[:, None], scores, float("-inf"))
         higher = tl.maximum(peak, tl.max(scores, 1) * scale)
@@ -163,7 +164,7 @@ def _blocks(
         total = total * kept + tl.sum(weights, 1)
         acc *= kept[:, None]
         if QUANTIZED:
-            weights *= tl.load(v_scale + slots * scale_stride, mask=valid, other=0.0).to(tl.float32)[None, :]
+            weights *= tl.load(v_scale + scales, mask=valid, other=0.0).to(tl.float32)[None, :]
         weights = weights.to(q_wide.dtype)
         if SHARED:
             v_wide = k_wide
@@ -215,8 +216,8 @@ def _prefill(
     k += head * kv_head_stride
     v += head * kv_head_stride
     if QUANTIZED:
-        k_scale += head
-        v_scale += head
+        k_scale += head * PAGE
+        v_scale += head * PAGE
     table = page_table + b * table_stride
     acc, acc_rest, peak, total = _blocks(
         acc, acc_rest, peak, total, q_wide, q_rest, positions, 0, full, length,

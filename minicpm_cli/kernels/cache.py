@@ -20,9 +20,14 @@ class LayerCache:
     rows: Tensor  # [pages * page_size, C, D] bf16, fp16, fp32, float8_e4m3fn or int8: a token's row, what a step writes
     k: Tensor  # [pages, page_size, Hkv, Dk]
     v: Tensor  # [pages, page_size, Hkv, Dv]
-    scales: Tensor | None = None  # [pages * page_size, C] float16
+    scales: Tensor | None = None  # [pages, page_size, C] float16, where a head's scales of a page lie side by side
     k_scale: Tensor | None = None  # [pages, page_size, Hkv]
     v_scale: Tensor | None = None  # [pages, page_size, Hkv]
+
+
+def beside(scales: Tensor, page_size: int) -> Tensor:  # [pages * page_size, C] -> [pages, page_size, C]
+    """As a cache holds them: one by one they would take a sector of 32 bytes each, a third of all that is read."""
+    return scales.unflatten(0, (-1, page_size)).transpose(1, 2).contiguous().transpose(1, 2)
 
 
 LARGEST = MappingProxyType({torch.float8_e4m3fn: 448.0, torch.int8: 127.0})

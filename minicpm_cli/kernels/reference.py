@@ -72,7 +72,7 @@ def store(rows: Tensor, cache: LayerCache, slots: Tensor) -> None:  # [T, C, D],
         return
     codes, scales = encode(rows, cache.rows.dtype)
     cache.rows.view(torch.uint8).index_copy_(0, slots, codes.view(torch.uint8))
-    cache.scales.index_copy_(0, slots, scales)
+    cache.scales[slots // cache.k.shape[1], slots % cache.k.shape[1]] = scales
 
 
 def attend(
@@ -144,8 +144,8 @@ def _keys_and_values(
 def _history(paged: Tensor, batch: ForwardBatch, first: int, count: int, length: int) -> Tensor:  # [B, Hkv, L, D]
     """The cached rows of `count` sequences from `first` on: a view where one sequence's pages are consecutive."""
     if count == 1 and batch.runs and batch.runs[first] >= 0:
-        start = batch.runs[first] * batch.page_size
-        return paged.flatten(0, 1)[start : start + length].transpose(0, 1)[None]
+        pages = paged[batch.runs[first] :][: -(-length // batch.page_size)]
+        return pages.flatten(0, 1)[:length].transpose(0, 1)[None]
     pages = batch.page_table[first : first + count, : -(-length // batch.page_size)]
     plain = paged.view(torch.uint8) if paged.dtype == torch.float8_e4m3fn else paged
     rows = plain.index_select(0, pages.reshape(-1)).view(paged.dtype).view(count, -1, *paged.shape[2:])

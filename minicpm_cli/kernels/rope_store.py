@@ -62,6 +62,7 @@ def _launch(
     _rope_store[grid](
         x, cos, sin, rows, scales, slots, x.shape[1], kept, rotated, x.stride(0), x.stride(1), dim,
         rows.stride(0) if rows is not None else 0, scales.stride(0) if scales is not None else 0,
+        PAGE=scales.shape[1] if scales is not None else 1,
         half=half, half_pad=triton.next_power_of_2(half), rest=dim - 2 * half,
         rest_pad=triton.next_power_of_2(max(dim - 2 * half, 1)),
         largest=LARGEST[rows.dtype] if scales is not None and rows is not None else 0.0,
@@ -129,8 +130,8 @@ def _best_scale(a, b, whole, rest: tl.constexpr, largest: tl.constexpr, WHOLE: t
 @triton.jit(do_not_specialize_on_alignment=["slots"])  # a part of a larger buffer, anywhere in it
 def _rope_store(
     x, cos, sin, rows, scales, slots, heads, kept, rotated, x_stride, head_stride, dim, row_stride, scale_stride,
-    half: tl.constexpr, half_pad: tl.constexpr, rest: tl.constexpr, rest_pad: tl.constexpr, largest: tl.constexpr,
-    WHOLE: tl.constexpr, EARLY: tl.constexpr, HEADS: tl.constexpr,
+    PAGE: tl.constexpr, half: tl.constexpr, half_pad: tl.constexpr, rest: tl.constexpr, rest_pad: tl.constexpr,
+    largest: tl.constexpr, WHOLE: tl.constexpr, EARLY: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     """A token's HEADS heads, each as what is not rotated (rest), and the two halves that are."""
     if EARLY:
@@ -167,7 +168,7 @@ def _rope_store(
             whole = tl.load(own + r[None, :], mask=held, other=0.0).to(tl.float32)
         if scales is not None:
             scale = _best_scale(a, b, whole, rest, largest, WHOLE)
-            at = scales + slot * scale_stride + head - kept
+            at = scales + slot // PAGE * scale_stride + (head - kept) * PAGE + slot % PAGE
             tl.store(at, scale.to(tl.float16), mask=(head >= kept) & (head < heads))
             a, b = _codes(a, scale, largest, WHOLE), _codes(b, scale, largest, WHOLE)
             if rest > 0:

@@ -41,7 +41,8 @@ class KVCache:
         heads, dim = heads_per_token(cfg), cfg.mla.latent if cfg.mla else cfg.head_dim
         shape = (cfg.layers, pages, page_size, heads, dim)
         whole = torch.zeros(*shape[:-1], dim * held.itemsize, device=device, dtype=torch.uint8).view(held)
-        scales = torch.zeros(shape[:-1], device=device, dtype=torch.float16) if codes else None
+        sides = (cfg.layers, pages, heads, page_size)  # a head's scales of a page side by side
+        scales = torch.zeros(sides, device=device, dtype=torch.float16).transpose(2, 3) if codes else None
         layers = tuple(_views(whole[i], scales[i] if scales is not None else None, cfg) for i in range(cfg.layers))
         return cls(layers, pages, page_size, whole.nbytes + (scales.nbytes if scales is not None else 0))
 
@@ -50,7 +51,7 @@ def _views(buffer: Tensor, scales: Tensor | None, cfg: ModelConfig) -> LayerCach
     k, v = _keys_and_values(buffer, cfg)
     if scales is None:
         return LayerCache(buffer.flatten(0, 1), k, v)
-    return LayerCache(buffer.flatten(0, 1), k, v, scales.flatten(0, 1), *_keys_and_values(scales, cfg))
+    return LayerCache(buffer.flatten(0, 1), k, v, scales, *_keys_and_values(scales, cfg))
 
 
 def _keys_and_values(buffer: Tensor, cfg: ModelConfig) -> tuple[Tensor, Tensor]:  # [pages, page_size, C, ...]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from minicpm_cli.kernels import reference
-from minicpm_cli.kernels.cache import LayerCache, encode
+from minicpm_cli.kernels.cache import LayerCache, beside, encode
 from quant.kernels import targets
 
 attention_decode = pytest.importorskip("minicpm_cli.kernels.attention_decode")
@@ -37,8 +37,8 @@ def random_cache(
     whole = rows.view(pages, page, *rows.shape[1:])
     k_scale = v_scale = None
     if scales is not None:
-        paged = scales.view(pages, page, -1)
-        k_scale, v_scale = paged[:, :, :heads], paged[:, :, 0 if shared else heads :]
+        scales = beside(scales, page)
+        k_scale, v_scale = scales[:, :, :heads], scales[:, :, 0 if shared else heads :]
     return LayerCache(
         rows, whole[:, :, :heads], whole[..., :value] if shared else whole[:, :, heads:], scales, k_scale, v_scale
     )
@@ -71,7 +71,7 @@ def expected(q: Tensor, cache: LayerCache, table: Tensor, lengths: tuple[int, ..
 
 def _values(codes: Tensor, scale: Tensor | None) -> Tensor:
     wide = codes.cpu().float().double()
-    return wide if scale is None else wide * scale.cpu().double().unsqueeze(-1)
+    return wide if scale is None else wide * scale.cpu().double().reshape(*wide.shape[:-1], 1)
 
 
 def error(found: Tensor, wanted: Tensor) -> float:

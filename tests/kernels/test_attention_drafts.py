@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from minicpm_cli.kernels.batch import Drafts, ForwardBatch
-from minicpm_cli.kernels.cache import LayerCache, encode
+from minicpm_cli.kernels.cache import LayerCache, beside, encode
 from steps import forward_batch
 
 gpu = pytest.importorskip("minicpm_cli.kernels.gpu")
@@ -30,8 +30,8 @@ def paged_cache(pages: int, heads: Heads, dtype: torch.dtype, codes: torch.dtype
     whole = rows.view(pages, PAGE, 2 * keys, width)
     parts = (None, None)
     if scales is not None:
-        paged = scales.view(pages, PAGE, -1)
-        parts = (paged[:, :, :keys], paged[:, :, keys:])
+        scales = beside(scales, PAGE)
+        parts = (scales[:, :, :keys], scales[:, :, keys:])
     return LayerCache(rows, whole[:, :, :keys], whole[:, :, keys:], scales, *parts)
 
 

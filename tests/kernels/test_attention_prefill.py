@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from minicpm_cli.kernels.batch import ForwardBatch
-from minicpm_cli.kernels.cache import LayerCache, encode
+from minicpm_cli.kernels.cache import LayerCache, beside, encode
 from steps import forward_batch, relative_error
 
 pytest.importorskip("triton", reason="the kernel is written in it")
@@ -76,7 +76,10 @@ def _views(rows: Tensor, scales: Tensor | None, heads: Heads) -> LayerCache:
         return (pages, pages) if dv < dk else (pages[:, :, :hkv], pages[:, :, hkv:])
 
     k, v = parts(rows)
-    return LayerCache(rows, k, v[..., :dv], scales, *(parts(scales) if scales is not None else (None, None)))
+    if scales is None:
+        return LayerCache(rows, k, v[..., :dv])
+    paged = beside(scales, PAGE)
+    return LayerCache(rows, k, v[..., :dv], paged, *((paged, paged) if dv < dk else paged.split(hkv, 2)))
 
 
 def exact(q: Tensor, values: Tensor, batch: ForwardBatch, heads: Heads, scale: float) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from minicpm_cli.kernels import reference
-from minicpm_cli.kernels.cache import LayerCache, encode
+from minicpm_cli.kernels.cache import LayerCache, beside, encode
 from steps import forward_batch, relative_error
 
 PAGE = 4
@@ -110,8 +110,8 @@ def test_an_8_bit_cache_gives_back_what_it_was_given(dtype: torch.dtype) -> None
     generator = torch.Generator().manual_seed(2)
     hkv, d, new = 3, 16, 6
     codes = torch.zeros(5 * PAGE, 2 * hkv, d, dtype=dtype)
-    scales = torch.ones(5 * PAGE, 2 * hkv, dtype=torch.float16)
-    parts = [t.view(5, PAGE, 2 * hkv, *t.shape[2:]) for t in (codes, scales)]
+    scales = beside(torch.ones(5 * PAGE, 2 * hkv, dtype=torch.float16), PAGE)
+    parts = [codes.view(5, PAGE, 2 * hkv, d), scales]
     k, k_scale, v, v_scale = (t[:, :, part] for part in (slice(hkv), slice(hkv, None)) for t in parts)
     cache = LayerCache(codes, k, v, scales, k_scale, v_scale)
     qkv = torch.randn(new, 4 * hkv, d, generator=generator)
@@ -122,7 +122,7 @@ def test_an_8_bit_cache_gives_back_what_it_was_given(dtype: torch.dtype) -> None
     reference.rope_store(qkv, angles.cos(), angles.sin(), 2 * hkv, cache, batch.slots)
     reference.rope_(plain[:, : 3 * hkv], angles.cos(), angles.sin())
     assert torch.equal(qkv, plain)
-    again = codes.float()[batch.slots] * scales[batch.slots, :, None]
+    again = codes.float()[batch.slots] * scales.flatten(0, 1)[batch.slots, :, None]
     assert relative_error(again, plain[:, 2 * hkv :]) < (0.01 if dtype == torch.int8 else 0.04)
     out = reference.attend(qkv[:, : 2 * hkv], cache, batch, 0.25)
     expected = textbook(qkv[:, : 2 * hkv], again[:, :hkv], again[:, hkv:], 0, 0.25)

@@ -23,12 +23,13 @@ HEADS = {"mha": (3, 3, 16, 16), "gqa": (6, 2, 24, 24), "partial": (9, 1, 20, 6),
 def cache_of(heads: int, dim: int, dtype: torch.dtype, device: str) -> LayerCache:
     rows = torch.zeros(PAGES * PAGE, heads, dim, device=device).to(dtype)
     pages = rows.view(PAGES, PAGE, heads, dim)
-    scales = torch.zeros(PAGES * PAGE, heads, dtype=torch.float16, device=device) if dtype.itemsize == 1 else None
+    sides = torch.zeros(PAGES, heads, PAGE, dtype=torch.float16, device=device)
+    scales = sides.transpose(1, 2) if dtype.itemsize == 1 else None
     return LayerCache(rows, pages[:, :, : heads // 2], pages[:, :, heads // 2 :], scales)
 
 
 def values(cache: LayerCache) -> Tensor:
-    return cache.rows.float() * (1.0 if cache.scales is None else cache.scales.float().unsqueeze(-1))
+    return cache.rows.float() * (1.0 if cache.scales is None else cache.scales.float().flatten(0, 1).unsqueeze(-1))
 
 
 def check(mine: LayerCache, plain: LayerCache, rows: Tensor, slots: Tensor) -> None:
@@ -78,7 +79,7 @@ def test_codes(shape: str, codes: torch.dtype, kernel_device: str) -> None:
     rope_store(qkv, cos, sin, hq, mine, slots)
     reference.store(qkv[:, hq:], plain, slots)
     assert mine.scales is not None
-    assert (mine.scales[slots[3]] == 1.0).all()
+    assert (mine.scales.flatten(0, 1)[slots[3]] == 1.0).all()
     check(mine, plain, qkv[:, hq:], slots)
 
 

@@ -48,7 +48,7 @@ def test_views_are_of_one_buffer() -> None:
     assert cache.scales is not None
     assert cache.k_scale is not None
     assert cache.v_scale is not None
-    cache.rows[6], cache.scales[6] = torch.arange(cache.rows.shape[1])[:, None], torch.arange(cache.rows.shape[1])
+    cache.rows[6], cache.scales[1, 2] = torch.arange(cache.rows.shape[1])[:, None], torch.arange(cache.rows.shape[1])
     heads = cfg.kv_heads
     assert cache.k[1, 2, :, 0].tolist() == cache.k_scale[1, 2].tolist() == list(range(heads))
     assert cache.v[1, 2, :, 0].tolist() == cache.v_scale[1, 2].tolist() == list(range(heads, 2 * heads))
