@@ -25,7 +25,7 @@ def failed(action: str, path: Path | str, error: OSError) -> FileError:
 
 def replace_file(path: Path, write: Callable[[IO[bytes]], None]) -> None:
     """`path` with what `write` writes, or as it was before: temporary file, fsync, rename. Raises FileError."""
-    aside = path.with_name(path.name + ".tmp")
+    aside = _aside(path)
     try:
         with open(aside, "wb") as f:
             write(f)
@@ -38,6 +38,16 @@ def replace_file(path: Path, write: Callable[[IO[bytes]], None]) -> None:
     finally:
         with suppress(OSError):
             aside.unlink(missing_ok=True)
+
+
+def _aside(path: Path) -> Path:
+    return path.with_name(path.name + ".tmp")
+
+
+def forget_aside(path: Path) -> None:
+    """Removes what a process that was killed in `replace_file` has left. For the holder of the lock."""
+    with suppress(OSError):
+        _aside(path).unlink(missing_ok=True)
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO
 
-from minicpm_cli.batch.files import STREAM, Lock, failed, is_plain
+from minicpm_cli.batch.files import STREAM, Lock, failed, forget_aside, is_plain
 from minicpm_cli.batch.journal import Journal, Output, Past, StreamOutput, recover
 from minicpm_cli.batch.keys import line_key
 from minicpm_cli.batch.manifest import (
@@ -49,6 +49,8 @@ def open_job(options: BatchOptions) -> Iterator[Job]:
     with ExitStack() as held:
         if out is not None:
             held.callback(Lock(out).release)
+            forget_aside(out)
+            forget_aside(manifest_path(out))
         with ExitStack() as stack:
             job = _stream_job(options, stack) if out is None else _file_job(options, out, stack)
             yield job

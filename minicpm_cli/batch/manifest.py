@@ -16,6 +16,7 @@ from minicpm_cli.errors import UsageError
 
 _FORMAT = 1
 _SHOWN = 3  # of a model's changed files
+_LONG = 90  # characters of a value
 _REMEDY = "Use the old settings, give another OUT, start again with --overwrite, or go on all the same with --force."
 
 
@@ -118,7 +119,18 @@ def _changed_keys(name: str, before: Mapping[str, Any], after: Mapping[str, Any]
 
 
 def _changed(name: str, before: Any, after: Any) -> str:
-    return f"{name} was {json.dumps(before)} and is {json.dumps(after)}"
+    old, new = json.dumps(before, ensure_ascii=False), json.dumps(after, ensure_ascii=False)
+    place = next((n for n, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
+    return f"{name} was {_around(old, place)} and is {_around(new, place)}"
+
+
+def _around(text: str, place: int) -> str:
+    """Enough of a long text to see what is at `place`."""
+    if len(text) <= _LONG:
+        return text
+    start = max(place - _LONG // 3, 0)
+    piece = text[start : start + _LONG]
+    return ("..." if start else "") + piece + ("..." if start + _LONG < len(text) else "")
 
 
 def _input_change(old: Manifest, scan: Scan | None) -> Iterator[str]:

@@ -6,14 +6,14 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
 import numpy as np
 from numpy.typing import NDArray
 
-from minicpm_cli.batch.files import replace_file
+from minicpm_cli.batch.files import failed, replace_file
 from minicpm_cli.batch.journal import Output, read_row, rows_of
 from minicpm_cli.batch.keys import key_hash
 from minicpm_cli.batch.lines import read_lines
@@ -63,40 +63,71 @@ class AsFinished:
 def restore_order(out: Path, source: Path, size: int) -> bool:
     """Puts the rows of `out` in the order of the first `size` bytes of `source`; True if they were not.
 
-    Rows that no input line stands for go to the end. Memory: about 100 bytes a row. Raises FileError.
+    Rows that no input line stands for go to the end. Memory: none to find out, 40 bytes a row to do it. Raises
+    FileError.
     """
-    offsets, lengths, hashes = array("Q"), array("Q"), array("Q")
-    for offset, raw in rows_of(out):
-        row = read_row(raw)
-        offsets.append(offset)
-        lengths.append(len(raw))
-        hashes.append(0 if row is None else key_hash(row[0]))
-    places = _places(hashes, source, size)
-    if bool(np.all(places[1:] >= places[:-1])):
-        return False
-    replace_file(out, lambda f: _copy(out, f, offsets, lengths, np.argsort(places, kind="stable")))
+    try:
+        if _in_order(out, source, size):
+            return False
+    except OSError as e:
+        raise failed("read", out, e) from e
+    replace_file(out, lambda f: _copy_in_order(out, source, size, f))
     return True
 
 
-def _places(hashes: array[int], source: Path, size: int) -> NDArray[np.uint64]:
-    """For each hash the input line that it belongs to."""
-    keys, lines = array("Q"), array("Q")
+def _in_order(out: Path, source: Path, size: int) -> bool:
+    """Both are read side by side."""
     with open(source, "rb") as f:
-        for line in read_lines(f, size):
+        lines = read_lines(f, size)
+        for _, raw in rows_of(out):
+            row = read_row(raw)
+            if row is None or not any(row[0] in read_keys(line) for line in lines):
+                return False
+    return True
+
+
+def _copy_in_order(out: Path, source: Path, size: int, target: IO[bytes]) -> None:
+    rows = _Rows.of(out)
+    with open(out, "rb") as f, open(source, "rb") as asked:
+        for line in read_lines(asked, size):
             for key in read_keys(line):
-                keys.append(key_hash(key))
-                lines.append(line.number)
-    wanted, known = np.frombuffer(hashes, np.uint64), np.frombuffer(keys, np.uint64)
-    by_hash = np.argsort(known, kind="stable")
-    known, numbers = known[by_hash], np.frombuffer(lines, np.uint64)[by_hash]
-    at = np.minimum(np.searchsorted(known, wanted), max(len(known) - 1, 0))
-    if not len(known):
-        return np.zeros(len(wanted), np.uint64)
-    return np.where(known[at] == wanted, numbers[at], np.iinfo(np.uint64).max)
+                for offset in rows.take(key_hash(key)):
+                    target.write(_row_at(f, offset))
+        for offset in rows.left():
+            target.write(_row_at(f, offset))
 
 
-def _copy(out: Path, target: IO[bytes], offsets: array[int], lengths: array[int], order: Iterable[int]) -> None:
-    with open(out, "rb") as f:
-        for i in order:
-            f.seek(offsets[i])
-            target.write(f.read(lengths[i]))
+def _row_at(file: IO[bytes], offset: int) -> bytes:
+    file.seek(offset)
+    return file.readline()
+
+
+class _Rows:
+    """Where the rows of a file begin, by the hashes of their keys; each is taken once."""
+
+    def __init__(self, hashes: NDArray[np.uint64], offsets: NDArray[np.uint64]) -> None:
+        self._hashes, self._offsets = hashes, offsets
+        self._taken = np.zeros(len(hashes), np.bool_)
+
+    @classmethod
+    def of(cls, path: Path) -> _Rows:
+        hashes, offsets = array("Q"), array("Q")
+        for offset, raw in rows_of(path):
+            row = read_row(raw)
+            offsets.append(offset)
+            hashes.append(0 if row is None else key_hash(row[0]))
+        order = np.argsort(np.frombuffer(hashes, np.uint64), kind="stable")
+        ordered = np.frombuffer(hashes, np.uint64)[order]
+        del hashes
+        return cls(ordered, np.frombuffer(offsets, np.uint64)[order])
+
+    def take(self, key: int) -> Iterator[int]:
+        at = int(np.searchsorted(self._hashes, np.uint64(key)))
+        while at < len(self._hashes) and int(self._hashes[at]) == key:
+            if not self._taken[at]:
+                self._taken[at] = True
+                yield int(self._offsets[at])
+            at += 1
+
+    def left(self) -> Iterator[int]:
+        yield from map(int, np.sort(self._offsets[~self._taken]))

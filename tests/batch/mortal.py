@@ -45,10 +45,11 @@ class Fate:
             due = self.due()
             if due and (self.full or self.after != ALL):
                 self.strike()
-            done = real(*args, **more)
-            if due:
-                self.strike()
-            return done
+            try:
+                return real(*args, **more)
+            finally:
+                if due:
+                    self.strike()
 
         return call
 

@@ -576,3 +576,18 @@ def test_one_line_of_50_mb(tmp_path: Path, out: Path) -> None:
     source = write_lines(tmp_path / "in", [{"id": "big", "prompt": "x" * 50_000_000}, {"prompt": "y"}])
     run(source, out, FakeLLM(answer=lambda r: "ok"))
     assert sorted(str(r["id"]) for r in rows(out)) == ["2", "big"]
+
+
+def test_order_is_restored_with_rows_that_nobody_asked_for(tmp_path: Path, out: Path) -> None:
+    """An OUT that --force appended to: notes of somebody else, a row whose line is gone, an id twice."""
+    source = write_lines(tmp_path / "in", prompts(6))
+    run(source, out)
+    strange = b'{"id": "gone", "text": "x"}\n{"id": "r2", "text": "again"}\n'
+    out.write_bytes(strange + b"".join(reversed(out.read_bytes().splitlines(keepends=True))))
+    assert run(source, out, ordered=True, force=True).skipped == 6
+    assert [r["id"] for r in rows(out)] == ["r0", "r1", "r2", "r2", "r3", "r4", "r5", "gone"]
+    assert rows(out)[2]["text"] == "again"
+    before = out.stat().st_ino
+    run(write_lines(source, prompts(6)), out, ordered=True)
+    assert len(rows(out)) == 8
+    assert out.stat().st_ino != before  # strangers are looked for each time
