@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Iterator
 from itertools import pairwise
 
@@ -32,6 +33,18 @@ def atoms(text: str) -> Iterator[tuple[int, int]]:
     return pairwise(
         [*({0} if text else ()), *(place for place in breaks(text) if place), *({len(text)} if text else ())]
     )
+
+
+def doubtful(text: str) -> int:
+    """How many characters there are of which terminals disagree how wide they are."""
+    return 0 if text.isascii() else sum(not _certain(character) for character in text)
+
+
+def _certain(character: str) -> bool:
+    if character.isascii():
+        return True
+    wide, category = unicodedata.east_asian_width(character), unicodedata.category(character)
+    return wide != "A" and category[0] != "M" and category != "Cf" and ord(character) < 0x1F000
 
 
 def has_wide(text: str) -> bool:

@@ -1,6 +1,6 @@
 """Cuts a markdown text that is still being written into pieces that can no longer change, as early as that is known.
 
-A paragraph, a list item and code are given on as they come; a table once its first rows tell how wide its columns are.
+Prose and code are given on word by word, a table once its first rows tell how wide its columns are.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from minicpm_cli.chat.inline import chunks
 from minicpm_cli.chat.pieces import (
@@ -45,8 +46,9 @@ class Blocks:
     _text: str = ""  # prose whose marks still wait for those that close them
     _prose: Prose | None = None  # the paragraph that is open, as its next piece will be
     _column: int = 0  # where its text begins
-    _flowing: bool = False  # whether the line that comes is known to belong to it
+    _flowing: Literal["", "prose", "quote"] = ""  # what the line that comes is known to belong to
     _fence: Fence | None = None
+    _inside: bool = False  # whether the first words of this line of code were given on
     _header: str | None = None  # a line that is one of a table or prose: the next one tells
     _table: Table | None = None  # its rows that were not given on yet
     _quote: Blocks | None = None
@@ -61,58 +63,47 @@ class Blocks:
         """The pieces that were still open. What is fed next begins a new text."""
         line, self._line = self._line, ""
         pieces = [*(self._take(line) if line else ()), *self._end_header(), *self._end()]
-        self._fence, self._blank, self._last, self._list_column, self._flowing = None, False, "", None, False
+        self._fence, self._inside, self._flowing = None, False, ""
+        self._blank, self._last, self._list_column = False, "", None
         return list(joined(pieces))
-
-    @property
-    def waiting(self) -> str:
-        """What was fed and is in no piece yet, as far as it is one line: the beginning of what comes next."""
-        if self._table or self._quote or self._header is not None:
-            return ""
-        if self._fence:
-            line = self._fence.body(self._line)
-            return "" if line.lstrip().startswith(self._fence.mark[0]) else line
-        return (self._text + self._line).partition("\n")[0]
-
-    @property
-    def code_indent(self) -> int | None:
-        """Where the code stands that is waiting, if it is code."""
-        return self._fence.column if self._fence else None
 
     @property
     def rows(self) -> int:
         """How many rows of a table are waiting."""
         return len(self._table.rows) if self._table else 0
 
-    def skip(self, count: int) -> None:
-        """Leaves out the first characters of what is waiting: they were shown as they are."""
-        if self._text:
-            self._text = self._text[count:]
-        elif self._fence:
-            self._line = " " * self._fence.column + self._fence.body(self._line)[count:]
-        else:
-            self._line = self._line[count:]
-
     def _feed(self, text: str) -> Iterator[Piece]:
         while text:
             head, newline, text = text.partition("\n")
-            if self._flowing:
+            if self._flowing == "prose":
                 self._text += head.replace("\t", " " * CODE_INDENT) + newline
-                self._flowing = not newline
                 yield from self._settled()
-                continue
-            self._line += head
-            if newline:
-                line, self._line = self._line, ""
-                yield from self._take(line)
-            elif self._decided():
-                line, self._line, self._flowing = self._line, "", True
-                yield from self._flow(line)
+            elif self._flowing == "quote":
+                yield from self._quoted(head + newline)
+            else:
+                yield from self._of_line(head, newline)
+            self._flowing = "" if newline else self._flowing
+
+    def _of_line(self, text: str, newline: str) -> Iterator[Piece]:
+        """More of a line whose role is not known yet, or that is code."""
+        self._line += text
+        line = self._line
+        if newline:
+            self._line = ""
+            yield from self._take(line)
+        elif self._fence:
+            yield from self._code_words(self._fence)
+        elif self._decided():
+            self._line, self._flowing = "", "prose"
+            yield from self._flow(line)
+        elif quote := self._begins_quote():
+            self._line, self._flowing = "", "quote"
+            yield from self._quoted(line[quote.end() :])
 
     def _decided(self) -> bool:
         """Whether the line that comes is prose whatever follows."""
         line = untabbed(self._line)
-        if self._fence or self._quote or self._table or self._header is not None or self._begins_code(line):
+        if self._quote or self._table or self._header is not None or self._begins_code(line):
             return False
         match = _ITEM.match(line)
         body = line[match.end() :] if match else line
@@ -120,7 +111,7 @@ class Blocks:
 
     def _take(self, line: str) -> Iterator[Piece]:
         if self._fence:
-            yield self._code(self._fence, line)
+            yield self._code_line(self._fence, line)
             return
         if self._header is not None and self._opens_table(line):
             yield from self._open_table(line)
@@ -131,7 +122,7 @@ class Blocks:
         if self._table and not _ROW.match(line):
             yield from self._end_table()
         if quote := _QUOTE.match(line):
-            yield from self._quoted(line[quote.end() :])
+            yield from self._quoted(line[quote.end() :] + "\n")
         elif _ROW.match(line):
             yield from self._row(untabbed(line))
         elif fence := Fence.opened_by(line):
@@ -227,29 +218,46 @@ class Blocks:
         if not fence.column:
             self._list_column = None
         self._fence, self._blank, self._last = fence, False, ""
-        yield Code((), fence.language, fence.column, opens=True)
+        yield Code("", fence.language, fence.column, opens=True)
 
-    def _code(self, fence: Fence, line: str) -> Code:
-        if fence.closed_by(line):
+    def _code_line(self, fence: Fence, line: str) -> Code:
+        inside, self._inside = self._inside, False
+        if not inside and fence.closed_by(line):
             self._fence = None
-            return Code((), fence.language, fence.column, closes=True)
-        return Code((fence.body(line),), fence.language, fence.column)
+            return Code("", fence.language, fence.column, closes=True)
+        return Code((line if inside else fence.body(line)) + "\n", fence.language, fence.column)
+
+    def _code_words(self, fence: Fence) -> Iterator[Piece]:
+        """All but the last word of a line of code that is being written."""
+        line = self._line if self._inside else fence.body(self._line)
+        if not self._inside and (not line.strip() or line.lstrip()[0] == fence.mark[0]):
+            return  # it may be the end of the code
+        end = line.rfind(" ")
+        if end > 0 and line[:end].strip():
+            yield Code(line[:end], fence.language, fence.column)
+            self._line, self._inside = line[end:], True
 
     def _begins_code(self, line: str) -> bool:
         """By its indentation alone."""
         return self._list_column is None and self._prose is None and line.startswith(" " * CODE_INDENT)
 
     def _indented(self, line: str) -> Code:
-        return Code((line,), "", 0, opens=self._gap("indented"))
+        return Code(line + "\n", "", 0, opens=self._gap("indented"))
 
     # Quotes
 
-    def _quoted(self, line: str) -> Iterator[Piece]:
+    def _begins_quote(self) -> re.Match[str] | None:
+        """Whether the line that comes is known to be one of a quote; what follows its mark is there."""
+        match = _QUOTE.match(self._line)
+        known = match is not None and self._table is None and self._header is None
+        return match if known and len(self._line.lstrip()) > 1 else None
+
+    def _quoted(self, text: str) -> Iterator[Piece]:
         if self._quote is None:
             yield from self._end()
             self._gap("")
             self._quote = Blocks()
-        yield from in_quote(self._quote.feed(line + "\n"))
+        yield from in_quote(self._quote.feed(text))
 
     def _end_quote(self) -> Iterator[Piece]:
         quote, self._quote = self._quote, None

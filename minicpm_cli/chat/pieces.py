@@ -58,9 +58,9 @@ class Prose:
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """Whole lines of a code block, and whether its beginning and its end are among them."""
+    """Text of a code block, a line break after each of its lines, and whether its beginning and its end are here."""
 
-    lines: tuple[str, ...]
+    text: str
     language: str
     indent: int
     opens: bool = False
@@ -97,7 +97,7 @@ def joined(pieces: Iterable[Piece]) -> Iterator[Piece]:
             open_ = replace(open_, parts=open_.parts + piece.parts, closes=piece.closes)
             continue
         if isinstance(open_, Code) and isinstance(piece, Code) and not piece.opens:
-            open_ = replace(open_, lines=open_.lines + piece.lines, closes=piece.closes)
+            open_ = replace(open_, text=open_.text + piece.text, closes=piece.closes)
             continue
         if open_:
             yield open_

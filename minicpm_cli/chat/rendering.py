@@ -30,7 +30,7 @@ class Page:
     def __init__(self, console: Console) -> None:
         self.rows = Rows()
         self._console = console
-        self._code: list[str] = []  # the last lines of the block that is open
+        self._before = ""  # the last lines of the code block that is open
         self._columns: Columns | None = None  # of the table that is open
         self._quotes = 0  # around what was written last
         self._first = True
@@ -40,16 +40,12 @@ class Page:
             if isinstance(piece, Prose):
                 self._prose(piece)
             elif isinstance(piece, Code):
-                self._code_lines(piece)
+                self._code(piece)
             elif isinstance(piece, Table):
                 self._table(piece)
             else:
                 self._rule(piece)
             self._quotes = piece.quotes
-
-    def margin(self, indent: int) -> str:
-        """What stands before each line of a code block."""
-        return " " * indent + _CODE_MARGIN
 
     def _prose(self, prose: Prose) -> None:
         rows = self.rows
@@ -67,23 +63,26 @@ class Page:
         if prose.closes:
             rows.close()
 
-    def _code_lines(self, code: Code) -> None:
+    def _code(self, code: Code) -> None:
         if code.opens:
             self._gap(code, True)
-            self._code = []
-        margin = Text.assemble(_bars(code.quotes), self.margin(code.indent))
-        for line in self._highlighted(code):
-            self.rows.line(Text.assemble(margin, line) if line else Text())
+            self._before = ""
+        margin = Text(_bars(code.quotes) + " " * code.indent + _CODE_MARGIN)
+        for line in self._highlighted(code).split("\n", include_separator=True):
+            if line.plain != "\n" and not self.rows.column:
+                self.rows.code(margin)
+            self.rows.code(line[: len(line.plain.rstrip("\n"))])
+            if line.plain.endswith("\n"):
+                self.rows.end()
 
-    def _highlighted(self, code: Code) -> list[Text]:
-        if not code.lines:
-            return []
-        lines = [*self._code, *code.lines]
-        self._code = lines[-_CONTEXT:]
-        text = _syntax(code.language).highlight("\n".join(lines))
-        text.rstrip()
-        shown = list(text.split("\n", allow_blank=True))
-        return [*shown, *[Text()] * (len(lines) - len(shown))][-len(code.lines) :]
+    def _highlighted(self, code: Code) -> Text:
+        """The new part of it, with colours that depend on what came before; those of a word on what follows, too."""
+        text = self._before + code.text
+        self._before = "".join(text.splitlines(keepends=True)[-_CONTEXT:])
+        coloured = _syntax(code.language).highlight(text) if code.text else Text()
+        if not coloured.plain.startswith(text):
+            return Text(code.text)
+        return coloured[len(text) - len(code.text) : len(text)]
 
     def _table(self, table: Table) -> None:
         if table.opens:
@@ -128,4 +127,4 @@ def _heading(level: int) -> str:
 
 @cache
 def _syntax(language: str) -> Syntax:
-    return Syntax("", language or "text", theme=_THEME)
+    return Syntax("", language or "text", theme=_THEME, tab_size=0)

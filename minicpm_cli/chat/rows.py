@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from rich.cells import cell_len, chop_cells
 from rich.text import Text
 
-from minicpm_cli.chat.breaks import atoms
-from minicpm_cli.chat.echo import doubtful
+from minicpm_cli.chat.breaks import atoms, doubtful
 
 _LEAST = 8  # columns for text, whatever its indentation asks for
 
@@ -28,6 +27,7 @@ class Rows:
         self._out: list[Text] = []
         self._prefix = Text()  # before what goes on in the next row
         self._begun = False  # whether this row holds more than its prefix
+        self._code = False  # whether this row holds code
         self._fresh = True  # whether it is the first of a line of the text, whose spaces count
 
     def take(self) -> Text:
@@ -36,10 +36,14 @@ class Rows:
 
     def resize(self, width: int) -> None:
         """Ends the row where the window became too narrow for it: what a terminal does then, nobody knows."""
-        if width != self.width and self.column and (self.wrapped or self.column + self.doubtful >= width):
-            self.width = width
+        before, self.width = self.width, width
+        if (
+            width != before
+            and self.column
+            and not self._code
+            and (self.wrapped or self.column + self.doubtful >= width)
+        ):
             self.new_row()
-        self.width = width
 
     def begin(self, first: Text, rest: Text) -> None:
         """A paragraph, with `first` before it and `rest` before its other rows."""
@@ -56,7 +60,7 @@ class Rows:
         """Ends the row, or makes an empty one."""
         self._out.append(Text("\n"))
         self.column, self.doubtful, self.wrapped = 0, 0, False
-        self._begun = self._fresh = False
+        self._begun = self._fresh = self._code = False
 
     def close(self) -> None:
         """Ends the paragraph."""
@@ -73,9 +77,14 @@ class Rows:
             self._word(text[max(start, text.plain.rfind("\n", start, stop) + 1) : stop])
 
     def line(self, text: Text) -> None:
-        """A row that the terminal wraps by itself, so that it can be copied as one."""
+        """A row of its own."""
         self._append(text)
         self.end()
+
+    def code(self, text: Text) -> None:
+        """More of a line that the terminal wraps, so that it can be copied as one. No window ends it before its end."""
+        self._append(text)
+        self._code = True
 
     def _word(self, atom: Text) -> None:
         word = atom[len(atom.plain) - len(atom.plain.lstrip()) :]

@@ -55,14 +55,14 @@ class PlainView:
 class MarkdownView:
     """Pieces are appended as soon as they can change no more, and the window wraps or scrolls them as it likes.
 
-    Behind them, in the same row, stands the beginning of what is not finished. Only that is ever erased.
-    Drawing takes at most a fifth of the time, also where the terminal or the machine is slow.
+    All that is ever erased is the number of a table's rows that wait: a terminal may tell only after a while that its
+    window changed, and what is erased then may be elsewhere. Drawing takes at most a fifth of the time, also where the
+    terminal or the machine is slow.
     """
 
     def __init__(self, terminal: Terminal, *, size: Size | None = None, clock: Clock = time.monotonic) -> None:
         from rich.console import Console
 
-        from minicpm_cli.chat.echo import Echo
         from minicpm_cli.chat.rendering import Page
 
         color = terminal.color
@@ -70,14 +70,14 @@ class MarkdownView:
         self._size, self._clock = size or partial(_size, terminal.out), clock
         self._thoughts = Thoughts(terminal, size or partial(_size, terminal.err), clock)
         self._text = ""  # what came since the last drawing
-        self._blocks, self._page, self._echo = Blocks(), Page(self._console), Echo()
+        self._blocks, self._page = Blocks(), Page(self._console)
+        self._status = ""  # what stands in the row and is to be erased
         self._due = clock()  # when to draw next
 
     def show(self, channel: Channel, text: str) -> None:
         if not text:
             return
         if channel == "think":
-            self._draw(echo=False)
             self._leave_row()
             self._thoughts.show(text)
             return
@@ -90,37 +90,30 @@ class MarkdownView:
         from minicpm_cli.chat.rendering import Page
 
         self._thoughts.end()
-        self._draw(echo=False, close=True)
+        self._draw(close=True)
         self._page = Page(self._console)
 
-    def _draw(self, *, echo: bool = True, close: bool = False) -> None:
-        """One write: what is not finished goes, what is finished takes its place, what is not comes behind it."""
+    def _draw(self, *, close: bool = False) -> None:
         from minicpm_cli.chat.rendering import Segments
 
         start = self._clock()
-        erase = self._free_row()
+        erase = f"\x1b[{len(self._status)}D\x1b[K" if self._status else ""
         text, self._text = self._text, ""
+        self._page.rows.resize(self._size()[0])
         self._page.write([*self._blocks.feed(text), *(self._blocks.close() if close else ())])
-        parts = Segments(erase, self._page.rows.take(), self._echo.of(self._blocks, self._page) if echo else "")
-        self._console.print(parts, crop=False, end="")
+        rows = self._blocks.rows
+        self._status = f"... {rows} rows" if rows and not self._page.rows.column else ""
+        self._console.print(Segments(erase, self._page.rows.take(), self._status), crop=False, end="")
         end = self._clock()
         self._due = end + max(_REDRAW_SECONDS, 4 * (end - start))
 
-    def _free_row(self) -> str:
-        """What erases the part that was not finished. Where the window is too narrow now, it stays and counts."""
-        columns, rows = self._size()[0], self._page.rows
-        if self._echo.shown and not self._echo.erasable(columns):
-            self._blocks.skip(self._echo.count)
-            self._echo.erase()
-            rows.new_row()
-        rows.resize(columns)
-        return self._echo.erase()
-
     def _leave_row(self) -> None:
         """What is thought in the middle of an answer begins in a row of its own."""
+        if self._text:
+            self._draw()
         if self._page.rows.column:
             self._page.rows.end()
-            self._draw(echo=False)
+            self._draw()
 
 
 def _size(out: TextIO) -> tuple[int, int]:
