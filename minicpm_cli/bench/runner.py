@@ -46,7 +46,7 @@ class EngineRunner:
 
     def _worked(self) -> tuple[int, float | None]:
         stats = self._engine.stats
-        return stats.steps, getattr(stats, "host_seconds", None)
+        return stats.decode_steps, getattr(stats, "decode_host_seconds", None)
 
 
 def _requests(prompts: list[tuple[int, ...]], params: SamplingParams) -> Iterator[EngineRequest]:

@@ -18,7 +18,8 @@ WARM_UPS = 2  # after one, the first run counted was still the slowest of a GPU'
 class Run:
     """One repetition. Seconds count from the moment the prompts were handed over.
 
-    `host_seconds` are those of all `steps` in which the host worked rather than waited; None where nobody counts them.
+    `host_seconds` are those of all decoding `steps` in which the host worked rather than waited; None where nobody
+    counts them. What the host launches for a prompt takes the device longer to compute.
     """
 
     prompt_tokens: int

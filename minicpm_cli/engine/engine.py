@@ -134,7 +134,7 @@ class Engine:
         if not self._may_fly():
             events += self._land()
         waited, seconds = self.stats.wait_seconds - waited, self._clock() - started
-        self.stats.note_step(plan.tokens, seconds - waited)
+        self.stats.note_step(plan.tokens, seconds - waited, decodes=plan.decodes)
         return events
 
     def _phase(self, plan: Plan) -> Phase:

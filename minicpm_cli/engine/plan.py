@@ -25,11 +25,14 @@ class Plan:
 
     def __init__(self, chunks: list[Chunk], extra: int = 0) -> None:
         self.chunks, self.extra = chunks, extra
-        self.sampled = [chunk.seq for chunk in chunks if chunk.sample]
-        self.tokens = sum([chunk.size for chunk in chunks])
+        self.sampled = [seq for seq, _, _, sample in chunks if sample]
+        self.tokens = sum([size for _, _, size, _ in chunks])
         self.decodes = self.tokens == len(chunks) == len(self.sampled)
-        self.decoding = next((i for i, chunk in enumerate(chunks) if chunk.size > 1 or not chunk.sample), len(chunks))
-        self.hosted = any(chunk.seq.hosted for chunk in chunks)
+        self.decoding = len(chunks)
+        if not self.decodes:
+            others = (i for i, (_, _, size, sample) in enumerate(chunks) if size > 1 or not sample)
+            self.decoding = next(others, len(chunks))
+        self.hosted = True in [seq.hosted for seq, _, _, _ in chunks]
 
     def joined(self) -> list[Chunk]:
         """The chunks, with the rows of a draft and the one before them as one run: its keys are read once."""

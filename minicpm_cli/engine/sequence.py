@@ -91,11 +91,12 @@ class Drawn(NamedTuple):
 class Sequence:
     """`tokens` are the prompt and what was generated; the first `computed` of them have keys in `pages`.
 
-    `length` also counts the tokens in flight: drawn by a step that was launched, not yet known here. The steps launched
-    compute the first `planned` of them. The first `sealed` pages are in the prefix cache. `run` is the first page while
-    all pages are consecutive, else -1; `version` counts the changes of `pages`. `row` is where the last step that was
-    launched draws the next token. A `hosted` request needs the host between its steps. `draft` is what a step in flight
-    takes to follow `tokens`; what it drew says how far that is right.
+    At `end` tokens the answer has as many as it may. `length` also counts the tokens in flight: drawn by a step that
+    was launched, not yet known here. The steps launched compute the first `planned` of them. The first `sealed` pages
+    are in the prefix cache. `run` is the first page while all pages are consecutive, else -1; `version` counts the
+    changes of `pages`. `row` is where the last step that was launched draws the next token. A `hosted` request needs
+    the host between its steps. `draft` is what a step in flight takes to follow `tokens`; what it drew says how far
+    that is right.
     """
 
     request: EngineRequest
@@ -103,6 +104,7 @@ class Sequence:
     arrived: float
     tokens: array[int] = field(init=False)
     length: int = field(init=False)
+    end: int = field(init=False)
     limit: int = field(init=False)
     prompt_length: int = field(init=False)
     penalised: bool = field(init=False)
@@ -128,7 +130,8 @@ class Sequence:
         params = self.request.params
         self.tokens = array("i", self.request.prompt)
         self.prompt_length = self.length = len(self.tokens)
-        self.limit = self.prompt_length + max(self.max_tokens, 1)
+        self.end = self.prompt_length + self.max_tokens
+        self.limit = max(self.end, self.prompt_length + 1)
         self.penalised = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
         self.greedy = params.temperature == 0 or params.top_k == 1 or params.top_p == 0
         self.hosted = params.logprobs is not None or self.request.mask is not None

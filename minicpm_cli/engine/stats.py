@@ -17,6 +17,8 @@ class Stats:
     cancelled: int = 0
     steps: int = 0
     host_seconds: float = 0.0  # planning, launching and committing steps; on a CPU their computation, too
+    decode_steps: int = 0  # of the steps, those that compute no prompt
+    decode_host_seconds: float = 0.0
     wait_seconds: float = 0.0  # waiting for the device to reach the tokens
     computed_tokens: int = 0  # prompt tokens and generated ones that went through the model
     prompt_tokens: int = 0  # of requests that were admitted
@@ -53,8 +55,11 @@ class Stats:
         """Of a draft; the token drawn after them comes on top."""
         return self.accepted_tokens / self.drafts if self.drafts else 0.0
 
-    def note_step(self, tokens: int, seconds: float) -> None:
+    def note_step(self, tokens: int, seconds: float, *, decodes: bool = False) -> None:
         self.steps += 1
+        if decodes:
+            self.decode_steps += 1
+            self.decode_host_seconds += seconds
         self.computed_tokens += tokens
         self.host_seconds += seconds
 

@@ -74,6 +74,8 @@ class TextSink:
     def take(self) -> list[tuple[Channel, str]]:
         """The pieces of text since the last call, in order."""
         out, self._out = self._out, []
+        if len(out) < 2:
+            return out
         return [(channel, "".join(text for _, text in run)) for channel, run in groupby(out, itemgetter(0))]
 
     def close(self) -> list[tuple[Channel, str]]:

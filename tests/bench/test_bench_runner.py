@@ -20,7 +20,7 @@ class Clocked:
     def __init__(self, short: int = 0, error: Exception | None = None) -> None:
         self.now, self.short, self.error = 100.0, short, error
         self.requests: list[EngineRequest] = []
-        self.stats = Stats(steps=7, host_seconds=3.0)
+        self.stats = Stats(decode_steps=7, decode_host_seconds=3.0)
 
     def clock(self) -> float:
         return self.now
@@ -30,7 +30,8 @@ class Clocked:
         new = self.requests[0].params.max_tokens or 0
         for step in range(new - self.short):
             self.now += 0.25 if step else 1.0
-            self.stats.note_step(2, 0.125)
+            self.stats.note_step(2, 0.125, decodes=True)
+            self.stats.note_step(9, 4.0)
             yield from (TokenEvent(request.id, 5) for request in self.requests)
         yield TokenEvent("0", None, finish="length", error=self.error)
 

@@ -498,7 +498,8 @@ def test_stats_count() -> None:
     run_checked(engine, requests[:1])
     stats = engine.stats
     assert (stats.requests, stats.finished, stats.failed) == (4, 3, 1)
-    assert stats.steps == 24
+    assert (stats.steps, stats.decode_steps) == (24, 23), "the second prompt has one token left"
+    assert 0 < stats.decode_host_seconds < stats.host_seconds
     assert stats.computed_tokens == decoder.tokens
     assert (stats.prompt_tokens, stats.cached_tokens, stats.generated_tokens) == (27, 8, 36)
     assert stats.pages_total == 199
