@@ -6,7 +6,7 @@ The only module that reads the environment.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import MappingProxyType
@@ -75,9 +75,9 @@ class Settings:
         flags: Mapping[str, Any] | None = None,
         environ: Mapping[str, str] | None = None,
         config_path: Path | None = None,
-        layer: Layer | None = None,
+        layers: Sequence[Layer] = (),
     ) -> Settings:
-        """Read all sources. A flag that is None was not given.
+        """Read all sources; of `layers`, later ones are stronger. A flag that is None was not given.
 
         Raises UsageError naming origin, value and range.
         """
@@ -85,7 +85,7 @@ class Settings:
         file = ConfigFile.read(*_config_path(environ, config_path))
         rows = {entry.name: Row(entry.name, entry.default(), DEFAULT) for entry in ENTRIES.values()}
         notes = [*file.notes]
-        for name, value, origin in _given(flags or {}, environ, file, layer, notes):
+        for name, value, origin in _given(flags or {}, environ, file, layers, notes):
             rows[name] = Row(name, ENTRIES[name].checked(value, origin), origin)
         return _build(rows, file, (*notes, *_unknown_variables(environ)))
 
@@ -136,7 +136,7 @@ def _build(rows: Mapping[str, Row], file: ConfigFile, notes: tuple[str, ...]) ->
 
 
 def _given(
-    flags: Mapping[str, Any], environ: Mapping[str, str], file: ConfigFile, layer: Layer | None, notes: list[str]
+    flags: Mapping[str, Any], environ: Mapping[str, str], file: ConfigFile, layers: Sequence[Layer], notes: list[str]
 ) -> Given:
     """(name, value, origin) from the weakest source to the strongest."""
     for name, value in file.values.items():
@@ -147,9 +147,9 @@ def _given(
         variable = PREFIX + name.upper()
         if environ.get(variable):
             yield name, environ[variable], variable
-    for key, value in layer.values.items() if layer else ():
-        assert layer is not None
-        yield known(key, layer.origin), value, layer.origin
+    for layer in layers:
+        for key, value in layer.values.items():
+            yield known(key, layer.origin), value, layer.origin
     for key, value in flags.items():
         if value is not None and value != () and value != []:
             yield known(key, "flags"), value, f"flag {_flag(key, value)}"

@@ -87,6 +87,29 @@ def profiles(incomplete: str) -> list[Offer]:
     return _fitting([(name, "") for name in _profiles()], incomplete)
 
 
+def templates(incomplete: str) -> list[Offer]:
+    from minicpm_cli.cli.template_files import TemplateFolder
+
+    return _fitting([(name, "") for name in TemplateFolder.of_user().names()], incomplete)
+
+
+def variables(context: typer.Context, incomplete: str) -> list[Offer]:
+    """Of the template that was named before."""
+    from minicpm_cli.cli.template_files import TemplateFolder
+
+    with suppress(MinicpmError):
+        if name := context.params.get("template"):
+            names = TemplateFolder.of_user().find(str(name)).variables
+            return _fitting([(f"{name}=", "") for name in names], incomplete)
+    return []
+
+
+def encodings(incomplete: str) -> list[Offer]:
+    from minicpm_cli.cli.reading import ENCODINGS
+
+    return _fitting([(name, "") for name in ENCODINGS], incomplete)
+
+
 def settings(incomplete: str) -> list[Offer]:
     return _fitting([(name, "") for name in ENTRIES], incomplete)
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from minicpm_cli.cli import batch, bench, chat, configuration, doctor, evaluate, models, plan, quantize, run
+from minicpm_cli.cli import batch, bench, chat, configuration, doctor, evaluate, models, plan, quantize, run, templates
 from minicpm_cli.cli.options import EXIT_CODES, examples
 
 _EPILOG = (
@@ -20,7 +20,7 @@ _EPILOG = (
     + "\n\n\b\nExit codes:\n"
     + "\n".join(f"  {code:<4} {meaning}" for code, meaning in EXIT_CODES.items())
 )
-_MODULES = (run, chat, batch, models, configuration, doctor, bench, evaluate, plan, quantize)
+_MODULES = (run, chat, batch, models, configuration, templates, doctor, bench, evaluate, plan, quantize)
 
 
 def program() -> typer.Typer:

@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import json
 import secrets
-from contextlib import closing
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from minicpm_cli.chat.attach import decode, quoted, read_text, without_final_newline
-from minicpm_cli.chat.conversation import Conversation
-from minicpm_cli.chat.markdown import last_code_block
+from minicpm_cli.chat.conversation import Conversation, Turn
+from minicpm_cli.chat.made import Made, Source, settings_of
 from minicpm_cli.chat.reply import Reply
 from minicpm_cli.chat.sessions import Sessions
-from minicpm_cli.chat.terminal import Terminal
-from minicpm_cli.chat.view import PlainView
+from minicpm_cli.cli import completion, reading
+from minicpm_cli.cli.answering import Form, answer, finish
 from minicpm_cli.cli.options import LOAD, LOGPROBS, LOOKUP, MODEL, OUTPUT, SAMPLING, Flags, examples, takes
+from minicpm_cli.cli.prompt_template import PromptTemplate
 from minicpm_cli.cli.runtime import Invocation, stdin_bytes
-from minicpm_cli.errors import UsageError
+from minicpm_cli.cli.template_files import TemplateFolder
+from minicpm_cli.errors import FileError, UsageError
 from minicpm_cli.llm.info import LanguageModel
-from minicpm_cli.settings import Settings
+from minicpm_cli.settings import Layer, Settings
+from minicpm_cli.settings_table import PROFILE
 from minicpm_cli.types import Message, Request, SamplingParams
 
 SESSION = "run"  # a run that is not continued begins this session anew
@@ -33,15 +35,27 @@ _EXAMPLES = examples(
     'minicpm run -x "A shell one-liner that counts files" > count.sh',
     'minicpm run -c "And in a leap year?"',
     'minicpm run --json -t 0 -n 50 "Name three rivers" | jq .usage',
+    "minicpm run --template review file=main.py",
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
-    """In which form the answer comes out."""
+class Asked:
+    """What is asked, and how."""
 
-    extract: bool = False
-    json: bool = False
+    question: str
+    system: str | None = None
+    prefill: str = ""
+    form: Form = field(default_factory=Form)
+
+
+@dataclass(frozen=True, slots=True)
+class Before:
+    """What was said before, in the session `name`; `layer` holds the model that it was said to."""
+
+    name: str = SESSION
+    turns: Sequence[Turn] = ()
+    layer: Layer | None = None
 
 
 def register(app: typer.Typer) -> None:
@@ -52,12 +66,29 @@ def register(app: typer.Typer) -> None:
 def run(
     context: typer.Context,
     prompt: Annotated[
-        list[str] | None, typer.Argument(metavar="[PROMPT]...", help="The question; piped stdin is added to it.")
+        list[str] | None,
+        typer.Argument(
+            metavar="[PROMPT]...",
+            help="The question; piped stdin is added to it. With --template: also NAME=VALUE.",
+            autocompletion=completion.variables,
+        ),
     ] = None,
     *,
     system: Annotated[str | None, typer.Option("-s", "--system", help="System prompt.", metavar="TEXT")] = None,
     file: Annotated[
-        list[Path] | None, typer.Option("-f", "--file", help="Text file to add; repeatable.", metavar="FILE")
+        list[Path] | None, typer.Option("-f", "--file", help="Text file to add; repeatable; -: stdin.", metavar="FILE")
+    ] = None,
+    template: Annotated[
+        str | None,
+        typer.Option(
+            help="A prompt template: its name, or its file.", metavar="NAME", autocompletion=completion.templates
+        ),
+    ] = None,
+    encoding: Annotated[
+        str | None,
+        typer.Option(
+            help="Of stdin and files; UTF-8 unless given.", metavar="NAME", autocompletion=completion.encodings
+        ),
     ] = None,
     prefill: Annotated[str, typer.Option(help="How the answer begins.", metavar="TEXT", show_default=False)] = "",
     extract: Annotated[bool, typer.Option("-x", "--extract", help="Only the last fenced code block.")] = False,
@@ -69,60 +100,96 @@ def run(
 ) -> int:
     """Answer one question. The answer goes to stdout, everything else to stderr."""
     invocation: Invocation = context.obj
-    settings = invocation.configure(flags)
-    _check(raw=raw, system=system, go_on=go_on, extract=extract, as_json=as_json)
-    question = _question(prompt or [], file or [])
-    talk = _talk(settings, go_on=go_on)
-    if system is not None:
-        talk.set_system(system)
-    messages = question if raw else (*talk.messages, Message("user", question))
-    request = Request(f"run-{secrets.token_hex(6)}", messages, SamplingParams(), prefill)
+    form = Form(extract, as_json)
+    _check(form, flags)
+    code = reading.known_encoding(encoding)
+    found = TemplateFolder.of_user().find(template) if template is not None else None
+    before = _before(flags) if go_on else Before()
+    settings = invocation.configure(flags, before.layer, found.layer if found else None)
+    source = reading.Source(invocation.terminal, stdin_bytes(), code)
+    asked = _with_flags(_asked(source, prompt or [], file or [], found), system, prefill, form)
+    if raw and (asked.system is not None or go_on):
+        raise UsageError("--raw sends the prompt without a template, so --system and --continue have no place in it")
+    talk = _talk(before, asked)
+    messages = asked.question if raw else (*talk.messages, Message("user", asked.question))
+    request = Request(f"run-{secrets.token_hex(6)}", messages, SamplingParams(), asked.prefill)
     if show_prompt:
         return _show_prompt(invocation, settings, request)
     with invocation.model(settings) as llm:
         request = replace(request, params=llm.defaults.checked(settings.sampling))
-        reply = _answer(llm, request, invocation.terminal, Form(extract, as_json))
+        reply = answer(llm, request, invocation.terminal, asked.form)
+        made = _made(llm, settings, request, reply)
     if not raw:
-        _store(settings, talk, question, reply, go_on=go_on)
-    return _finish(reply, invocation.terminal, extract=extract)
+        _store(invocation, settings, talk, before, asked.question, Turn(reply.message, made=made))
+    return finish(reply, invocation.terminal, asked.form)
 
 
-def _check(*, raw: bool, system: str | None, go_on: bool, extract: bool, as_json: bool) -> None:
-    if raw and (system is not None or go_on):
-        raise UsageError("--raw sends the prompt without a template, so --system and --continue have no place in it")
-    if extract and as_json:
+def _check(form: Form, flags: Flags) -> None:
+    if form.extract and form.json:
         raise UsageError("--extract and --json are two forms of the answer; choose one")
+    if flags["logprobs"] is not None and not form.json:
+        raise UsageError("--logprobs has its place in the record of --json; add --json")
 
 
-def _question(prompt: list[str], files: list[Path]) -> str:
-    """Files, then the arguments, then stdin, with blank lines between."""
-    pipe = stdin_bytes()
-    piped = without_final_newline(decode(pipe.read(), "stdin")) if pipe else ""
-    parts = [*(quoted(path.name, read_text(path)) for path in files), " ".join(prompt), piped]
-    text = "\n\n".join(part for part in parts if part)
-    if not text:
-        raise UsageError('there is no prompt: minicpm run "How many days are in a week?", or pipe one in')
-    return text
+def _asked(source: reading.Source, words: list[str], files: list[Path], found: PromptTemplate | None) -> Asked:
+    for word in reading.stray_files(words, files):
+        source.terminal.note(f"{word} is taken for words of the prompt; each file needs its own -f")
+    if found is None:
+        return Asked(source.question(words, files))
+    system, question = source.filled(found, words, files)
+    return Asked(question, system, found.prefill, Form(extract=found.extract))
 
 
-def _talk(settings: Settings, *, go_on: bool) -> Conversation:
+def _with_flags(asked: Asked, system: str | None, prefill: str, form: Form) -> Asked:
+    """What flags say is stronger than what a template says."""
+    form = Form(form.extract or (asked.form.extract and not form.json), form.json)
+    return replace(
+        asked, system=asked.system if system is None else system, prefill=prefill or asked.prefill, form=form
+    )
+
+
+def _before(flags: Flags) -> Before:
+    """The last conversation, and the model that it was held with."""
+    sessions = _sessions(Settings.load({PROFILE: flags[PROFILE]}))
+    name = sessions.latest()
+    turns = sessions.open(name).turns
+    made = next((turn.made for turn in reversed(turns) if turn.made), None)
+    return Before(name, turns, Layer(f"session {name}", {"model": made.source.model}) if made else None)
+
+
+def _talk(before: Before, asked: Asked) -> Conversation:
     """What was said before. Nothing is written until there is an answer."""
-    if not go_on:
-        return Conversation()
-    sessions = _sessions(settings)
-    return Conversation(sessions.open(sessions.latest()).turns)
+    talk = Conversation(list(before.turns))
+    if asked.system is not None:
+        talk.set_system(asked.system)
+    return talk
 
 
 def _sessions(settings: Settings) -> Sessions:
     return Sessions(settings.data_dir / "sessions")
 
 
-def _store(settings: Settings, talk: Conversation, question: str, reply: Reply, *, go_on: bool) -> None:
-    sessions = _sessions(settings)
-    name = sessions.latest() if go_on else SESSION
-    talk.add(Message("user", question))
-    talk.add(reply.message)
-    sessions.transcript(name).rewrite(talk.turns)
+def _made(llm: LanguageModel, settings: Settings, request: Request, reply: Reply) -> Made:
+    """How the answer came about, for whoever goes on with it or wants it again."""
+    source = Source.of(llm.info, settings.options.model)
+    given = len(request.prefill)
+    return Made(source, settings_of(request.params), reply.seed, reply.finish, reply.usage, given=given)
+
+
+def _store(
+    invocation: Invocation, settings: Settings, talk: Conversation, before: Before, question: str, reply: Turn
+) -> None:
+    """For --continue. Where nothing can be kept, the answer was given all the same."""
+    turns = [Turn(Message("user", question)), reply]
+    transcript = _sessions(settings).transcript(before.name)
+    try:
+        if before.turns and talk.turns == before.turns:
+            for turn in turns:  # another program may have added to it meanwhile
+                transcript.append(turn)
+        else:
+            transcript.rewrite([*talk.turns, *turns])
+    except FileError as error:
+        invocation.terminal.note(f"{error} This conversation cannot be continued.")
 
 
 def _show_prompt(invocation: Invocation, settings: Settings, request: Request) -> int:
@@ -130,63 +197,4 @@ def _show_prompt(invocation: Invocation, settings: Settings, request: Request) -
     params = SamplingParams().checked(settings.sampling)
     for ident, piece in prompts.pieces(prompts.prompt(replace(request, params=params))):
         invocation.terminal.out.write(f"{ident}\t{json.dumps(piece, ensure_ascii=False)}\n")
-    return 0
-
-
-def _answer(llm: LanguageModel, request: Request, terminal: Terminal, form: Form) -> Reply:
-    """Streams the answer, or prints the one piece that was asked for once it is there."""
-    reply, view, streamed = Reply(request.prefill), PlainView(terminal), not (form.extract or form.json)
-    if streamed:
-        view.show("answer", request.prefill)
-    try:
-        with closing(llm.stream([request])) as events:
-            for event in reply.follow(events):
-                if streamed or (event.channel == "think" and not form.json):
-                    view.show(event.channel, event.text)
-    finally:
-        view.end()
-    if form.json:
-        terminal.answer(json.dumps(record(llm, request, reply), ensure_ascii=False) + "\n")
-    elif form.extract and (block := last_code_block(reply.text)) is not None:
-        terminal.answer(f"{block}\n")
-    return reply
-
-
-def record(llm: LanguageModel, request: Request, reply: Reply) -> dict[str, Any]:
-    """The record of --json."""
-    usage, timings = reply.usage, reply.timings
-    assert usage is not None, "a reply that ended has both"
-    assert timings is not None
-    logprobs = [{"token": t.token, "logprob": t.logprob, "top": t.top} for t in reply.logprobs]
-    return {
-        "id": request.id,
-        "model": llm.info.name,
-        "text": reply.text,
-        "think": reply.thought,
-        "finish_reason": reply.finish,
-        "seed": reply.seed,
-        "usage": {
-            "prompt_tokens": usage.prompt_tokens,
-            "completion_tokens": usage.completion_tokens,
-            "cached_tokens": usage.cached_tokens,
-        },
-        "timings": {
-            "load_seconds": round(llm.info.load_seconds, 4),
-            "first_token_seconds": round(timings.first_token_seconds, 4),
-            "prefill_tokens_per_second": round(timings.prefill_rate(usage), 2),
-            "decode_tokens_per_second": round(timings.decode_rate(usage), 2),
-        },
-    } | ({"logprobs": logprobs} if logprobs else {})
-
-
-def _finish(reply: Reply, terminal: Terminal, *, extract: bool) -> int:
-    if reply.cut:
-        count = reply.usage.completion_tokens if reply.usage else 0
-        where = "while the model was still thinking " if reply.thought and not reply.text else ""
-        terminal.note(f"the answer was cut {where}at {count} tokens; -n N allows more, as far as --ctx does")
-    terminal.detail(reply.summary())
-    if extract and last_code_block(reply.text) is None:
-        terminal.line("minicpm: there is no fenced code block in the answer:")
-        terminal.line(reply.text)
-        return 1
     return 0

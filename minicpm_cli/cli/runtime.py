@@ -31,8 +31,8 @@ class Invocation:
     runtime: Runtime
     terminal: Terminal = field(default_factory=lambda: Terminal(_stream(sys.stdout), _stream(sys.stderr)))
 
-    def configure(self, flags: Mapping[str, Any], layer: Layer | None = None) -> Settings:
-        """The settings of this run, checked; `layer` is weaker than flags.
+    def configure(self, flags: Mapping[str, Any], *layers: Layer | None) -> Settings:
+        """The settings of this run, checked; `layers` are weaker than flags, the first one the weakest.
 
         What is accepted for the habit of other tools is dealt with here.
         """
@@ -40,7 +40,7 @@ class Invocation:
         habit, path = given.pop("trust_remote_code", None), given.pop("model_path", None)
         if path is not None and given.get("model") is None:
             given["model"] = path
-        settings = Settings.load(given, layer=layer)
+        settings = Settings.load(given, layers=[layer for layer in layers if layer])
         self.terminal = replace(
             self.terminal,
             color=settings.color,

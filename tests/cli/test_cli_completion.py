@@ -43,7 +43,7 @@ def offered(cli, monkeypatch):
 
 def test_commands_and_options(offered) -> None:
     assert {"run", "chat", "batch", "config"} <= set(offered("minicpm "))
-    assert offered("minicpm run --te") == ["--temperature"]
+    assert offered("minicpm run --tempe") == ["--temperature"]
     assert offered("minicpm config un") == ["unset"]
 
 
@@ -157,7 +157,7 @@ def bash(cli, shell_home: Path) -> Iterator[pexpect.spawn]:
     [
         ("minicpm qu", "minicpm quantize "),
         ("minicpm run -m minicpm5-2", "minicpm run -m minicpm5-2b "),
-        ("minicpm run --temp", "minicpm run --temperature "),
+        ("minicpm run --tempe", "minicpm run --temperature "),
         ("minicpm run 'a b' --dtype b", "minicpm run 'a b' --dtype bf16 "),
         ("minicpm run -f no", "minicpm run -f notes.txt "),
     ],

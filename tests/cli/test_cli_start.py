@@ -13,7 +13,11 @@ import typer.main
 from minicpm_cli import cli as package
 
 HEAVY = ("torch", "transformers", "huggingface_hub", "prompt_toolkit", "rich", "numpy", "tokenizers", "jinja2")
-COMMANDS = sorted(typer.main.get_command(package.app).commands)  # type: ignore[attr-defined]
+TREE = typer.main.get_command(package.app).commands  # type: ignore[attr-defined]
+COMMANDS = sorted(TREE)
+PATHS = [(name,) for name in COMMANDS] + [
+    (name, sub) for name in COMMANDS for sub in getattr(TREE[name], "commands", ())
+]
 
 
 def test_help_is_fast_and_imports_nothing_heavy() -> None:
@@ -52,18 +56,24 @@ def test_help_names_commands_and_exit_codes(cli) -> None:
     assert cli().out == done.out
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_has_examples_and_the_common_flags(cli, command: str) -> None:
-    done = cli(command, "--help")
+@pytest.mark.parametrize("command", PATHS, ids=" ".join)
+def test_every_command_has_the_common_flags(cli, command: tuple[str, ...]) -> None:
+    done = cli(*command, "--help")
     assert done.code == 0
-    assert f"minicpm {command}" in done.out.partition("Examples:")[2]
     assert "-q, --quiet" in done.out
     assert "-v, --verbose" in done.out
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_the_flags_in_examples_exist(cli, command: str) -> None:
-    options, _, examples = cli(command, "--help").out.partition("Examples:")
-    mine = " ".join(line.partition("minicpm")[2].partition("|")[0] for line in examples.splitlines())
-    for flag in re.findall(r"(?<= )(--?[a-z][a-z-]*)(?= |$)", re.sub(r'"[^"]*"', "", mine)):
-        assert re.search(rf"(^| |/){re.escape(flag)}\b", options), flag
+def test_every_command_has_examples(cli, command: str) -> None:
+    assert f"minicpm {command}" in cli(command, "--help").out.partition("Examples:")[2]
+
+
+@pytest.mark.parametrize("command", PATHS, ids=" ".join)
+def test_the_flags_in_examples_exist(cli, command: tuple[str, ...]) -> None:
+    for line in cli(*command, "--help").out.partition("Examples:")[2].splitlines():
+        mine = re.sub(r""""[^"]*"|'[^']*'""", "", line.partition("minicpm ")[2].partition("|")[0])
+        shown = max((path for path in PATHS if tuple(mine.split()[: len(path)]) == path), key=len, default=command)
+        options = cli(*shown, "--help").out.partition("Examples:")[0]
+        for flag in re.findall(r"(?<= )(--?[a-z][a-z-]*)(?= |$)", mine):
+            assert re.search(rf"(^| |/){re.escape(flag)}\b", options), flag

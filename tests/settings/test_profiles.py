@@ -31,15 +31,16 @@ def config(tmp_path: Path) -> Path:
     return tmp_path / "config.toml"
 
 
-def load(config: Path, flags: dict[str, Any] | None = None, layer: Layer | None = None, **environ: str) -> Settings:
-    return Settings.load(flags, environ, config, layer)
+def load(config: Path, flags: dict[str, Any] | None = None, *layers: Layer, **environ: str) -> Settings:
+    return Settings.load(flags, environ, config, layers)
 
 
 def test_a_profile_is_stronger_than_the_file_and_weaker_than_the_rest(config: Path) -> None:
     settings = load(
         config,
         {"profile": "fast", "top_p": 0.5},
-        Layer("template t", {"min_p": 0.1, "top_p": 0.4, "seed": 2}),
+        Layer("session s", {"min_p": 0.2, "seed": 2}),
+        Layer("template t", {"min_p": 0.1, "top_p": 0.4}),
         MINICPM_TOP_K="7",
         MINICPM_SEED="1",
     )
@@ -49,7 +50,8 @@ def test_a_profile_is_stronger_than_the_file_and_weaker_than_the_rest(config: Pa
     assert settings.origin("max_seqs") == f"profile fast in {config}"
     assert settings.origin("ctx") == f"config file {config}"
     assert settings.origin("top_k") == "MINICPM_TOP_K"
-    assert settings.origin("seed") == settings.origin("min_p") == "template t"
+    assert settings.origin("seed") == "session s"
+    assert settings.origin("min_p") == "template t"
     assert settings.origin("top_p") == "flag --top-p"
 
 

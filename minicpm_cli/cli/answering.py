@@ -1,0 +1,102 @@
+"""The answer to one question: streamed to stdout, or in one piece once it is there."""
+
+from __future__ import annotations
+
+import json
+import select
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+from minicpm_cli.chat.markdown import last_code_block
+from minicpm_cli.chat.reply import Reply
+from minicpm_cli.chat.terminal import Terminal
+from minicpm_cli.chat.view import PlainView
+from minicpm_cli.llm.info import LanguageModel
+from minicpm_cli.types import Request
+
+_GONE = select.POLLERR | select.POLLHUP if hasattr(select, "poll") else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """In which form the answer comes out: as text, as its last code block, or as a JSON record."""
+
+    extract: bool = False
+    json: bool = False
+
+    @property
+    def streamed(self) -> bool:
+        return not (self.extract or self.json)
+
+
+def answer(llm: LanguageModel, request: Request, terminal: Terminal, form: Form) -> Reply:
+    """Raises BrokenPipeError as soon as nobody reads any more, also while nothing is written yet."""
+    reply, view = Reply(request.prefill), PlainView(terminal)
+    if form.streamed:
+        view.show("answer", request.prefill)
+    try:
+        with closing(llm.stream([request])) as events:
+            for event in reply.follow(events):
+                if form.streamed or (event.channel == "think" and not form.json):
+                    view.show(event.channel, event.text)
+                if reader_gone(terminal.out):
+                    raise BrokenPipeError
+    finally:
+        view.end()
+    if form.json:
+        terminal.answer(json.dumps(record(llm, request, reply), ensure_ascii=False) + "\n")
+    elif form.extract and (block := last_code_block(reply.text)) is not None:
+        terminal.answer(f"{block}\n")
+    return reply
+
+
+def finish(reply: Reply, terminal: Terminal, form: Form) -> int:
+    """What is to be said of the answer, and the exit code."""
+    if reply.cut:
+        count = reply.usage.completion_tokens if reply.usage else 0
+        where = "while the model was still thinking " if reply.thought and not reply.text else ""
+        terminal.note(f"the answer was cut {where}at {count} tokens; -n N allows more, as far as --ctx does")
+    terminal.detail(reply.summary())
+    if form.extract and last_code_block(reply.text) is None:
+        terminal.line("minicpm: there is no fenced code block in the answer:")
+        terminal.line(reply.text)
+        return 1
+    return 0
+
+
+def record(llm: LanguageModel, request: Request, reply: Reply) -> dict[str, Any]:
+    """The record of --json."""
+    usage, timings = reply.usage, reply.timings
+    assert usage is not None, "a reply that ended has both"
+    assert timings is not None
+    logprobs = [{"token": t.token, "logprob": t.logprob, "top": t.top} for t in reply.logprobs]
+    return {
+        "id": request.id,
+        "model": llm.info.name,
+        "text": reply.text,
+        "think": reply.thought,
+        "finish_reason": reply.finish,
+        "seed": reply.seed,
+        "usage": {
+            "prompt_tokens": usage.prompt_tokens,
+            "completion_tokens": usage.completion_tokens,
+            "cached_tokens": usage.cached_tokens,
+        },
+        "timings": {
+            "load_seconds": round(llm.info.load_seconds, 4),
+            "first_token_seconds": round(timings.first_token_seconds, 4),
+            "prefill_tokens_per_second": round(timings.prefill_rate(usage), 2),
+            "decode_tokens_per_second": round(timings.decode_rate(usage), 2),
+        },
+    } | ({"logprobs": logprobs} if logprobs else {})
+
+
+def reader_gone(stream: TextIO) -> bool:
+    """Whether the other end of a pipe was closed. A write would tell, too, but a thinking model writes nothing."""
+    with suppress(OSError, ValueError):
+        poll = select.poll() if _GONE else None
+        if poll is not None:
+            poll.register(stream.fileno(), 0)
+            return any(state & _GONE for _, state in poll.poll(0))
+    return False

@@ -1,0 +1,132 @@
+"""What is asked: files, words of the command line and stdin, put together."""
+
+from __future__ import annotations
+
+import codecs
+import os
+import select
+import stat
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from minicpm_cli.chat.attach import decode, path_of, quoted, read_text, without_final_newline
+from minicpm_cli.chat.terminal import Terminal
+from minicpm_cli.cli.prompt_template import FILE, PromptTemplate
+from minicpm_cli.errors import UsageError
+
+STDIN = "-"
+ENCODINGS = ("utf-8", "utf-16", "latin-1", "cp1252", "gb18030", "big5", "shift_jis", "euc-kr", "koi8-r")
+_FOR_NAMES = ("idna", "punycode", "unicode_escape", "raw_unicode_escape")  # Python's own, and not of files
+_CURE = "Name its --encoding (utf-16, latin-1, gb18030, ...), or convert it first"
+_PATIENCE = 2.0  # seconds after which a pipe that gives nothing is named
+_NO_PROMPT = 'there is no prompt: minicpm run "How many days are in a week?", or pipe one in'
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where text comes from. `pipe` is stdin, None at a terminal; `encoding` None is UTF-8, and nothing else."""
+
+    terminal: Terminal
+    pipe: BinaryIO | None
+    encoding: str | None = None
+
+    def question(self, words: list[str], files: list[Path]) -> str:
+        """Files, then the words, then stdin, with blank lines between. Raises UsageError when there is nothing."""
+        used = STDIN in map(str, files)
+        parts = [*self._files(files), self._words(words), "" if used else self._stdin(words, files)]
+        text = "\n\n".join(part for part in parts if part)
+        if not text:
+            raise UsageError("stdin is empty, and " + _NO_PROMPT if self.pipe else _NO_PROMPT)
+        return text
+
+    def filled(self, template: PromptTemplate, words: list[str], files: list[Path]) -> tuple[str | None, str]:
+        """The system prompt and the question that a template makes of the variables and texts among `words`."""
+        values, rest = template.given(words)
+        used = STDIN in map(str, files) or STDIN in values.values()
+        text = "\n\n".join(part for part in (self._words(rest), "" if used else self._stdin(rest, files)) if part)
+        system, prompt = template.filled(values, text, self._file)
+        question = "\n\n".join(part for part in (*self._files(files), prompt) if part)
+        if not question:
+            raise UsageError(f"{template.origin} has no prompt of its own, and {_NO_PROMPT}")
+        return system, question
+
+    def _words(self, words: list[str]) -> str:
+        return "" if words == [STDIN] else " ".join(words)
+
+    def _files(self, files: list[Path]) -> Iterator[str]:
+        names = [path.name for path in files]
+        for path in files:
+            name = path.name if names.count(path.name) == 1 else str(path)
+            yield self._quoted(str(path), name)
+
+    def _file(self, path: str, form: str) -> str:
+        """For a template's place."""
+        return self._quoted(path, Path(path).name) if form == FILE else without_final_newline(self._text(path))
+
+    def _quoted(self, path: str, name: str) -> str:
+        return quoted("stdin" if path == STDIN else name, self._text(path))
+
+    def _text(self, path: str) -> str:
+        if path != STDIN:
+            return read_text(Path(path), self.encoding, cure=_CURE)
+        return decode(self._bytes(_standard_input()), "stdin", self.encoding, cure=_CURE)
+
+    def _stdin(self, words: list[str], files: list[Path]) -> str:
+        """What is piped in; `-` as the only word reads it also at a terminal."""
+        pipe = _standard_input() if words == [STDIN] else self.pipe
+        if pipe is None:
+            return ""
+        data = self._bytes(pipe)
+        if not data and (words or files) and _is_pipe(pipe):
+            self.terminal.note("stdin is empty, so the prompt is asked without it")
+        return without_final_newline(decode(data, "stdin", self.encoding, cure=_CURE))
+
+    def _bytes(self, pipe: BinaryIO) -> bytes:
+        if _is_pipe(pipe) and not _ready(pipe):
+            self.terminal.note("waiting for stdin (< /dev/null where there is nothing to read)")
+        return pipe.read()
+
+
+def _standard_input() -> BinaryIO:
+    """Also where it is a terminal: the user asked for it by `-`."""
+    if sys.stdin is None or sys.stdin.closed:
+        raise UsageError("there is no stdin to read: it is closed")
+    return sys.stdin.buffer
+
+
+def known_encoding(name: str | None) -> str | None:
+    """Raises UsageError for a name that is no encoding of text."""
+    if name is None:
+        return None
+    try:
+        found = codecs.lookup(name)
+        b"".decode(name)  # refuses what is no encoding of text, such as base64
+        if found.name in _FOR_NAMES:
+            raise LookupError
+    except (LookupError, ValueError):
+        raise UsageError(
+            f"--encoding is {name!r}; it must be an encoding of text that Python knows: {', '.join(ENCODINGS)}, ..."
+        ) from None
+    return None if found.name == "utf-8" else found.name
+
+
+def stray_files(words: list[str], files: list[Path]) -> list[str]:
+    """Words of the prompt that were perhaps meant as files: a shell turns `-f *.py` into `-f a.py b.py`."""
+    suffixes = {path.suffix for path in files if path.suffix}
+    return [word for word in words if Path(word).suffix in suffixes and path_of(word).is_file()] if files else []
+
+
+def _is_pipe(stream: BinaryIO) -> bool:
+    with suppress(OSError, ValueError):
+        return stat.S_ISFIFO(os.fstat(stream.fileno()).st_mode)
+    return False
+
+
+def _ready(pipe: BinaryIO) -> bool:
+    with suppress(OSError, ValueError):
+        return bool(select.select([pipe], [], [], _PATIENCE)[0])
+    return True
