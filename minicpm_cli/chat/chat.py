@@ -12,6 +12,7 @@ from minicpm_cli.chat.attach import quoted
 from minicpm_cli.chat.conversation import Conversation, Messages, Turn
 from minicpm_cli.chat.interrupts import Interrupts
 from minicpm_cli.chat.keyboard import unechoed
+from minicpm_cli.chat.loops import Loop, OnLoop
 from minicpm_cli.chat.made import Made, Source, settings_of
 from minicpm_cli.chat.overflow import Choice, Excess, Overflow, excess, without
 from minicpm_cli.chat.reply import Reply
@@ -61,6 +62,7 @@ class Chat:
     name: str
     given: dict[str, Any] = field(default_factory=dict)
     overflow: Overflow = "stop"
+    loops: OnLoop = "stop"
     source: Source = field(default_factory=lambda: Source(""))
     choose: Callable[[Excess], Choice] = _stop
     attached: list[tuple[str, str]] = field(default_factory=list)
@@ -164,7 +166,7 @@ class Chat:
 
     def _answer(self, order: Order) -> None:
         """Shows and keeps the reply."""
-        reply = Reply(order.prefill)
+        reply = Reply(order.prefill, self.loops)
         with Interrupts() as interrupts:
             try:
                 self.stopped = not self._stream(order, reply, interrupts)
@@ -173,12 +175,14 @@ class Chat:
                 self._keep(order, reply, partial=True)
                 raise
             interrupts.keeping = True
-            self._keep(order, reply, partial=self.stopped)
+            self._keep(order, reply, partial=self.stopped or reply.looped is not None)
         self._report(order, reply)
 
     def _report(self, order: Order, reply: Reply) -> None:
         if self.stopped and order.most is None:
             self.terminal.note(_stopped(reply, withdrawn=order.withdraw))
+        elif reply.looped:
+            self.terminal.note(_looped(reply.looped))
         elif reply.empty and order.prefill:
             self.terminal.note("the model adds nothing")
         if reply.cut:
@@ -257,6 +261,13 @@ def _stopped(reply: Reply, *, withdrawn: bool) -> str:
     if not reply.empty:
         return "stopped; what came is kept as a partial reply (/continue, /retry, /undo)"
     return "stopped before the first word; " + ("the question is taken back" if withdrawn else "nothing is changed")
+
+
+def _looped(loop: Loop) -> str:
+    return (
+        f"the model goes in circles ({loop}), so the reply was stopped; it is kept as a partial one. "
+        "/retry repetition_penalty=1.1 may help, /undo takes it back, /set loops ignore lets such replies run on"
+    )
 
 
 def _sum(total: Usage, usage: Usage) -> Usage:

@@ -110,7 +110,12 @@ COMMANDS: tuple[Command, ...] = (
     Command(
         "/set [NAME [VALUE|default]]", "show or change settings, e.g. /set temperature 0.2", tuning.set_, tuning.words
     ),
-    Command("/think [on|off|default]", "whether the model thinks before it answers", tuning.think, tuning.think_words),
+    Command(
+        "/think [on|off|default|show|hide]",
+        "whether the model thinks before it answers, and whether that is shown",
+        tuning.think,
+        tuning.think_words,
+    ),
     Command(
         "/retry [NAME=VALUE]...",
         "answer the last question again, e.g. /retry temperature=0.9",

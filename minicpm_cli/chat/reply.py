@@ -5,14 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from minicpm_cli.types import Event, FinishReason, Logprob, Message, Timings, Usage
+from minicpm_cli.chat.loops import Loop, LoopWatch, OnLoop
+from minicpm_cli.types import Channel, Event, FinishReason, Logprob, Message, Timings, Usage
 
 
 @dataclass(slots=True)
 class Reply:
-    """`prefill` is the beginning that the user gave; it belongs to the text."""
+    """`prefill` is the beginning that the user gave; it belongs to the text.
+
+    With `on_loop` "stop" it ends where it `looped`, before its request does.
+    """
 
     prefill: str = ""
+    on_loop: OnLoop = "ignore"
+    looped: Loop | None = None
     finish: FinishReason | None = None
     usage: Usage | None = None
     timings: Timings | None = None
@@ -20,6 +26,7 @@ class Reply:
     logprobs: list[Logprob] = field(default_factory=list)
     _text: list[str] = field(default_factory=list)
     _thought: list[str] = field(default_factory=list)
+    _watch: dict[Channel, LoopWatch] = field(default_factory=lambda: {"think": LoopWatch(), "answer": LoopWatch()})
 
     def follow(self, events: Iterable[Event]) -> Iterator[Event]:
         """The events, recorded as they pass. Raises the error that the request ended in."""
@@ -33,6 +40,10 @@ class Reply:
                 self.finish, self.usage, self.timings = event.finish, event.usage, event.timings
             self.seed = event.seed if event.seed is not None else self.seed
             yield event
+            if self.on_loop == "stop" and event.finish is None:
+                self.looped = self._watch[event.channel].hear(event.text)
+            if self.looped:
+                return
 
     @property
     def text(self) -> str:

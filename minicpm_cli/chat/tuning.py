@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
-from typing import cast
 
 from minicpm_cli.chat import given
 from minicpm_cli.chat.chat import Chat
-from minicpm_cli.chat.overflow import OVERFLOWS, Overflow
+from minicpm_cli.chat.loops import ON_LOOP
+from minicpm_cli.chat.overflow import OVERFLOWS
+from minicpm_cli.chat.view import PlainView
 from minicpm_cli.errors import UsageError
 from minicpm_cli.settings_table import ENTRIES
 
 _SWITCHES = ("plain", "verbose")  # of the terminal
 _OWN: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {"overflow": OVERFLOWS, **dict.fromkeys(_SWITCHES, ("on", "off"))}
+    {"overflow": OVERFLOWS, "loops": ON_LOOP, **dict.fromkeys(_SWITCHES, ("on", "off"))}
 )
+_FOLDED: Mapping[str, bool] = MappingProxyType({"show": False, "hide": True})
 _THINK: Mapping[str, bool | None] = MappingProxyType({"on": True, "off": False, "default": None})
 
 
@@ -49,10 +51,10 @@ def _change(chat: Chat, name: str, text: str) -> None:
 def _change_own(chat: Chat, name: str, text: str) -> None:
     if name in _SWITCHES:
         setattr(chat.terminal, name, text != "default" and ENTRIES[name].checked(text, "/set"))
-    elif text not in (*OVERFLOWS, "default"):
-        raise UsageError(f"/set: overflow is {text!r}; it must be one of {', '.join(OVERFLOWS)}")
+    elif text not in (*_OWN[name], "default"):
+        raise UsageError(f"/set: {name} is {text!r}; it must be one of {', '.join(_OWN[name])}")
     else:
-        chat.overflow = "stop" if text == "default" else cast(Overflow, text)
+        setattr(chat, name, _OWN[name][0] if text == "default" else text)
 
 
 def _state(chat: Chat, name: str) -> str:
@@ -83,13 +85,27 @@ def values(chat: Chat, name: str) -> Iterable[str]:
 
 
 def think(chat: Chat, argument: str) -> None:
-    if argument and argument not in _THINK:
-        raise UsageError(f"/think takes on, off or default, not {argument!r}")
-    if argument:
+    choices = (*_THINK, *_FOLDED)
+    if argument and argument not in choices:
+        raise UsageError(f"/think takes {', '.join(choices)}, not {argument!r}")
+    if argument in _THINK:
         chat.given["think"] = _THINK[argument]
+    if argument in _FOLDED:
+        _fold(chat, _FOLDED[argument])
     state = {True: "on", False: "off", None: "as the template has it"}[chat.params.think]
-    chat.terminal.line(f"thinking: {state}")
+    budget = "" if chat.params.think_budget is None else f", at most {chat.params.think_budget} tokens"
+    chat.terminal.line(f"thinking: {state}{budget}, {'folded' if chat.terminal.folded else 'shown'}")
+
+
+def _fold(chat: Chat, folded: bool) -> None:
+    """What was folded last is shown as soon as that is wanted."""
+    unfolded = chat.terminal.folded and not folded
+    chat.terminal.folded = folded
+    if unfolded and chat.last and chat.last.thought:
+        view = PlainView(chat.terminal)
+        view.show("think", chat.last.thought)
+        view.end()
 
 
 def think_words(chat: Chat, typed: str) -> Iterable[str]:
-    return tuple(_THINK)
+    return (*_THINK, *_FOLDED)
