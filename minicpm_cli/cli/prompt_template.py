@@ -62,7 +62,8 @@ class PromptTemplate:
         """Raises UsageError for what could never work."""
         for name, value in self.settings.items():
             ENTRIES[name].checked(value, self.origin)
-        unused = [name for name in self.defaults if name not in self.variables and name != INPUT]
+        used = (*self.variables, INPUT)  # which raises, too
+        unused = [name for name in self.defaults if name not in used]
         if unused:
             raise UsageError(
                 f"{self.origin}: nothing uses the variable {unused[0]!r}; write {{{{ {unused[0]} }}}} in it"

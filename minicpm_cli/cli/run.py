@@ -51,11 +51,12 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Before:
-    """What was said before, in the session `name`; `layer` holds the model that it was said to."""
+    """What was said before, in the session `name`; `layer` holds the model that it was said to, `usual` the user's."""
 
     name: str = SESSION
     turns: Sequence[Turn] = ()
     layer: Layer | None = None
+    usual: str = ""
 
 
 def register(app: typer.Typer) -> None:
@@ -106,6 +107,7 @@ def run(
     found = TemplateFolder.of_user().find(template) if template is not None else None
     before = _before(flags) if go_on else Before()
     settings = invocation.configure(flags, before.layer, found.layer if found else None)
+    _say_model(invocation, settings, before)
     source = reading.Source(invocation.terminal, stdin_bytes(), code)
     asked = _with_flags(_asked(source, prompt or [], file or [], found), system, prefill, form)
     if raw and (asked.system is not None or go_on):
@@ -150,11 +152,20 @@ def _with_flags(asked: Asked, system: str | None, prefill: str, form: Form) -> A
 
 def _before(flags: Flags) -> Before:
     """The last conversation, and the model that it was held with."""
-    sessions = _sessions(Settings.load({PROFILE: flags[PROFILE]}))
+    settings = Settings.load({PROFILE: flags[PROFILE]})
+    sessions = _sessions(settings)
     name = sessions.latest()
     turns = sessions.open(name).turns
     made = next((turn.made for turn in reversed(turns) if turn.made), None)
-    return Before(name, turns, Layer(f"session {name}", {"model": made.source.model}) if made else None)
+    layer = Layer(f"session {name}", {"model": made.source.model}) if made else None
+    return Before(name, turns, layer, settings.options.model)
+
+
+def _say_model(invocation: Invocation, settings: Settings, before: Before) -> None:
+    """Only where the user's own choice would be another one."""
+    chosen = settings.options.model
+    if before.layer and settings.origin("model") == before.layer.origin and chosen != before.usual:
+        invocation.terminal.note(f"going on with the model of this conversation: {chosen} (-m takes another)")
 
 
 def _talk(before: Before, asked: Asked) -> Conversation:

@@ -168,7 +168,7 @@ def _markdown(text: str, where: str) -> dict[str, Any]:
     raw = _toml(head, where) if mark == "+++" else _yaml(head, where)
     if "prompt" in raw:
         raise UsageError(f"{where}: the text below is the prompt; remove prompt from the settings above it")
-    return raw | {"prompt": "\n".join(lines[end + 1 :]).lstrip("\n")}
+    return raw | {"prompt": "\n".join(lines[end + 1 :]).lstrip("\r\n")}
 
 
 def _toml(text: str, where: str) -> dict[str, Any]:
