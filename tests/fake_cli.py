@@ -8,8 +8,10 @@ from __future__ import annotations
 import sys
 
 from fakes import FakeLLM, echo
+from minicpm_cli.chat.terminal import Terminal
 from minicpm_cli.cli import main
 from minicpm_cli.cli.runtime import Runtime
+from minicpm_cli.settings import Settings
 from minicpm_cli.types import Request
 
 
@@ -26,4 +28,9 @@ def answer(request: Request) -> str:
 
 if __name__ == "__main__":
     llm = FakeLLM(answer=answer, delay=float(sys.argv[1]))
-    main(sys.argv[2:], Runtime(open_llm=lambda settings, terminal: llm, open_prompts=lambda settings, terminal: llm))
+
+    def opened(settings: Settings, terminal: Terminal) -> FakeLLM:
+        llm.context = settings.options.ctx or llm.context
+        return llm
+
+    main(sys.argv[2:], Runtime(open_llm=opened, open_prompts=opened))

@@ -28,7 +28,8 @@ class CommandCompleter(Completer):
         if not behind:
             for each in COMMANDS:
                 if each.name.startswith(name):
-                    yield Completion(each.name, -len(name), display=each.usage, display_meta=each.help)
+                    more = " " if " " in each.usage else ""  # an argument may follow
+                    yield Completion(each.name + more, -len(name), display=each.usage, display_meta=each.help)
         elif command is not None:
             yield from self._words(command, argument.lstrip())
             if command.paths:

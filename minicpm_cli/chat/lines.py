@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from prompt_toolkit.history import FileHistory
     from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
+_SURROGATES = re.compile("[\ud800-\udfff]")
 _CHOICES: Mapping[str, Choice] = MappingProxyType({"y": "drop", "a": "always", "n": "stop", "": "stop"})
 
 
@@ -90,8 +92,8 @@ class TypedLines:
 
 
 def _text(typed: str) -> str:
-    """Bytes that were no UTF-8 become replacement characters."""
-    return typed.encode("utf-8", "replace").decode() if any("\ud800" <= c <= "\udfff" for c in typed) else typed
+    """Bytes that were no UTF-8 (the line editor has them as surrogates) become replacement characters."""
+    return _SURROGATES.sub("\ufffd", typed)
 
 
 def _session(chat: Chat, history: Path) -> PromptSession[str]:
@@ -141,11 +143,13 @@ def _history(path: Path) -> FileHistory:
 
 def _keys() -> KeyBindings:
     from prompt_toolkit.application import run_in_terminal
+    from prompt_toolkit.enums import DEFAULT_BUFFER
+    from prompt_toolkit.filters import has_focus
     from prompt_toolkit.key_binding import KeyBindings
 
-    keys = KeyBindings()
+    keys, at_prompt = KeyBindings(), has_focus(DEFAULT_BUFFER)  # and not in the search that Ctrl-R begins
 
-    @keys.add("enter")
+    @keys.add("enter", filter=at_prompt)
     def send(event: KeyPressEvent) -> None:
         buffer = event.current_buffer
         if buffer.document.char_before_cursor == "\\":
@@ -154,11 +158,11 @@ def _keys() -> KeyBindings:
         else:
             buffer.validate_and_handle()
 
-    @keys.add("escape", "enter")
+    @keys.add("escape", "enter", filter=at_prompt)
     def new_line(event: KeyPressEvent) -> None:
         event.current_buffer.insert_text("\n")
 
-    @keys.add("c-g")
+    @keys.add("c-g", filter=at_prompt)
     def edit(event: KeyPressEvent) -> None:
         run_in_terminal(lambda: _edit(event.current_buffer))
 
