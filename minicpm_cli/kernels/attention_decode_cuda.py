@@ -1,4 +1,4 @@
-"""Decode attention on Hopper: what the kernels in attention_decode_heads.cu and _grouped.cu are told."""
+"""Decode attention on Hopper: what the kernels in attention_decode_heads.cu, _codes.cu and _grouped.cu are told."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from quant.kernels import nvrtc, targets
 from quant.kernels.targets import SHARED_BYTES
 
 FOLDER = Path(__file__).parent
-COMMON, HEADS, GROUPED = "attention_decode_common.cu", "attention_decode_heads.cu", "attention_decode_grouped.cu"
+COMMON, TILES = "attention_decode_common.cu", "attention_decode_tiles.cu"
+HEADS, CODES, GROUPED = "attention_decode_heads.cu", "attention_decode_codes.cu", "attention_decode_grouped.cu"
 KINDS = {torch.float8_e4m3fn: 1, torch.int8: 2}
 LOG2_E = math.log2(math.e)
 
@@ -76,8 +77,16 @@ class Form:
 
     @property
     def source(self) -> str:
-        kernel = HEADS if self.heads == self.keys else GROUPED
-        return (FOLDER / COMMON).read_text() + (FOLDER / kernel).read_text()
+        if self.tiled:
+            parts = [COMMON, TILES, CODES]
+        else:
+            parts = [COMMON, HEADS] if self.heads == self.keys else [COMMON, TILES, GROUPED]
+        return "".join((FOLDER / part).read_text() for part in parts)
+
+    @property
+    def tiled(self) -> bool:
+        """Tensor cores multiply codes of heads that are not shared; they take 64 elements at once."""
+        return self.heads == self.keys and self.kind > 0 and self.turn == 0 and self.width % 64 == 0
 
     @property
     def blocks(self) -> int:
@@ -90,6 +99,8 @@ class Form:
         """As the kernels lay it out: a barrier, the warps' rings, the parts of the heads that come together here."""
         cut, part = self.cut, (self.width + 4) * 4
         pieces = self.width * (1 if self.kind else 2) // 16
+        if self.tiled:
+            return 16 + cut.warps * (cut.stages * (32 * self.width + 64) + cut.cluster * part)
         if self.heads == self.keys:
             side = 32 // (1 << (pieces - 1).bit_length())
             stage = cut.depth * 1024 + (side * cut.depth * 4 if self.kind else 0)
