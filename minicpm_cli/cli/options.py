@@ -78,6 +78,7 @@ SAMPLING = (
     _option("max_tokens", int, "At most this many new tokens.", "-n", "--max-tokens", metavar="N"),
     _option("stop", list[str], "End the answer before this text; repeatable.", "--stop", metavar="STR"),
     _option("think", bool, "Whether the model thinks before it answers.", "--think/--no-think"),
+    _option("think_budget", int, "At most this many tokens of thinking.", "--think-budget", metavar="N"),
 )
 LOGPROBS = (_option("logprobs", int, "Log-probabilities of the N likeliest tokens.", "--logprobs", metavar="N"),)
 OUTPUT = (  # and what else every command takes

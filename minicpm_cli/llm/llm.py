@@ -28,6 +28,7 @@ from minicpm_cli.model.config import ModelConfig
 from minicpm_cli.model.kv_format import KVFormat
 from minicpm_cli.settings import LoadOptions
 from minicpm_cli.text.detok import TextSink
+from minicpm_cli.text.thinking import think_budget
 from minicpm_cli.types import Event, Request, SamplingParams
 
 SEED_BITS = 53  # a JSON number holds it exactly
@@ -135,8 +136,9 @@ class LLM:
         prompt, params = request if request.ids is not None else self.encoded(request), request.params
         seed = secrets.randbits(SEED_BITS) if params.seed is None else params.seed
         sink = TextSink(self._prompter.tokenizer, params.stop, prompt.channel)
+        mask = think_budget(params, self._prompter.tokenizer, sink)
         engine_request = EngineRequest(
-            request.id, tuple(prompt.ids or ()), params, seed, eos_ids=self._prompter.eos_ids, sink=sink
+            request.id, tuple(prompt.ids or ()), params, seed, eos_ids=self._prompter.eos_ids, sink=sink, mask=mask
         )
         return engine_request, _Running(request.id, sink, seed)
 

@@ -16,7 +16,7 @@ from minicpm_cli.types import Request, SamplingParams
 # The tokenizer takes 0.4 s and 100 MB for a million characters: what is hopelessly too long is not given to it.
 _CERTAINLY = 2  # as many characters as this times what the context could hold at the most
 
-_LATER = ("schema", "regex", "think_budget")
+_LATER = ("schema", "regex")
 
 
 class Prompter:

@@ -71,6 +71,11 @@ class TextSink:
         """A stop string was found; `close` may find one in what could have been the beginning of a think tag."""
         return self._stopped
 
+    @property
+    def thinking(self) -> bool:
+        """Whether the next token is one of what the model thinks."""
+        return self._route in (self._think, self._think_start)
+
     def take(self) -> list[tuple[Channel, str]]:
         """The pieces of text since the last call, in order."""
         out, self._out = self._out, []
@@ -92,7 +97,7 @@ class TextSink:
             return False
         if self._feed(self._bytes.decode(b"", True)):
             return True
-        thinking = self._route in (self._think, self._think_start)
+        thinking = self.thinking
         if opens and not thinking:
             self._open_by_token()
         elif closes and thinking:
