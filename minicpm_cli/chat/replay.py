@@ -40,10 +40,11 @@ def replay(chat: Chat, turns: Sequence[Turn], changed: Mapping[str, Any]) -> Out
             _keep(chat, question, message)
             question = None
         else:
-            _again(chat, question, turn, changed, outcome)
+            _again(chat, question, turn, changed)
             question = None
             if chat.stopped and not turn.partial:
-                break
+                return outcome
+            _compare(chat, turn, outcome)
     _keep(chat, question)
     return outcome
 
@@ -54,7 +55,7 @@ def _keep(chat: Chat, *messages: Message | None) -> None:
             chat.conversation.add(message, edited=message.role == "assistant")
 
 
-def _again(chat: Chat, question: Message | None, turn: Turn, changed: Mapping[str, Any], outcome: Outcome) -> None:
+def _again(chat: Chat, question: Message | None, turn: Turn, changed: Mapping[str, Any]) -> None:
     made, most = turn.made or Made(chat.source), _length(turn.message) if turn.partial else None
     values = {**(_values(made) if turn.made else {}), **changed}
     chat.overflow = "drop-oldest" if made.dropped else "stop"
@@ -68,7 +69,6 @@ def _again(chat: Chat, question: Message | None, turn: Turn, changed: Mapping[st
         chat.say(question.content, values, most)
     else:
         chat.retry(values)
-    _compare(chat, turn, outcome)
 
 
 def _values(made: Made) -> dict[str, Any]:

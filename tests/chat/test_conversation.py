@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from minicpm_cli.chat.made import Made, Source
 from minicpm_cli.chat.overflow import fit
 from minicpm_cli.chat.sessions import Sessions, Transcript
 from minicpm_cli.errors import ContextOverflow, FileError, UsageError
-from minicpm_cli.types import Message
+from minicpm_cli.types import Message, Usage
 
 TALK = (
     Message("system", "s"),
@@ -161,3 +162,88 @@ def test_a_record_is_one_line_of_json(tmp_path: Path) -> None:
     Sessions(tmp_path).open("a").add(Message("user", "one\ntwo"))
     (line,) = (tmp_path / "a.jsonl").read_text().splitlines()
     assert set(json.loads(line)) == {"role", "content", "time"}
+
+
+OLDER = (
+    b'{"role": "system", "content": "s", "time": 1700000000}\n'
+    b'{"role": "user", "content": "q", "time": 1700000001}\n'
+    b'{"role": "assistant", "content": "a", "reasoning": "r", "partial": true, "time": 1700000002}\n'
+)
+MADE = Made(
+    Source("demo", "abc", "Q4_1", "cpu", {"ctx": 1024}),
+    {"temperature": 0.5, "stop": ["x"]},
+    7,
+    "stop",
+    Usage(3, 4, 1),
+    dropped=2,
+    given=5,
+)
+
+
+def test_a_transcript_of_an_older_version_loads_and_goes_on(tmp_path: Path) -> None:
+    sessions = Sessions(tmp_path)
+    sessions.path("old").write_bytes(OLDER)
+    conversation = sessions.open("old")
+    assert [turn.made for turn in conversation.turns] == [None] * 3
+    conversation.add(Message("user", "q2"))
+    assert sessions.path("old").read_bytes().startswith(OLDER)
+    conversation.undo()
+    assert sessions.path("old").read_bytes() == OLDER, "times and marks of what stays are kept"
+
+
+def test_how_an_answer_was_made_is_kept(tmp_path: Path) -> None:
+    sessions = Sessions(tmp_path)
+    conversation = sessions.open("a")
+    conversation.add(Message("user", "q"))
+    conversation.answer(Turn(Message("assistant", "a"), made=MADE))
+    conversation.add(Message("assistant", "b"), edited=True)
+    assert sessions.open("a").turns == conversation.turns
+    assert sessions.open("a").turns[1].made == MADE
+    record = json.loads(sessions.path("a").read_text().splitlines()[1])
+    assert (record["model"], record["seed"], record["settings"]["temperature"]) == ("demo", 7, 0.5)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"model": 1}, {"settings": []}, {"seed": "x"}, {"usage": {"prompt_tokens": "x"}}, {"dropped": "x"}, {"load": 3}],
+)
+def test_what_another_version_writes_costs_no_message(tmp_path: Path, change: dict[str, object]) -> None:
+    sessions = Sessions(tmp_path)
+    conversation = sessions.open("a")
+    conversation.answer(Turn(Message("assistant", "a"), made=MADE))
+    record = json.loads(sessions.path("a").read_text())
+    sessions.path("a").write_text(json.dumps(record | change | {"unknown": [1]}) + "\n")
+    assert sessions.open("a").messages == (Message("assistant", "a"),)
+
+
+@pytest.mark.parametrize("cut", range(1, 60))
+def test_a_session_torn_anywhere_in_its_last_line_keeps_the_others(tmp_path: Path, cut: int) -> None:
+    sessions = Sessions(tmp_path)
+    sessions.path("a").write_bytes(OLDER[:-cut])
+    conversation = sessions.open("a")
+    conversation.add(Message("user", "more"))
+    kept = ["s", "q"] if cut > 1 else ["s", "q", "a"]
+    assert [m.content for m in sessions.open("a").messages] == [*kept, "more"]
+
+
+def test_branches_are_sessions_of_their_own(tmp_path: Path) -> None:
+    sessions = Sessions(tmp_path)
+    assert sessions.branch("a", "x") == "a+x"
+    assert sessions.branch("a+x", "y") == "a+y"
+    assert sessions.branch("a+x", "main") == "a"
+    for name in ("a+x", "a+y", "ab", "a", "b+x"):
+        sessions.open(name).add(Message("user", "x"))
+    assert sessions.branches("a+x") == ["main", "y", "x"]
+    for name in ("a+", "+a", "a+b+c", "a+.b", "会" * 80):
+        with pytest.raises(UsageError, match="cannot name"):
+            sessions.path(name)
+
+
+def test_a_list_of_sessions_says_what_they_are_about(tmp_path: Path) -> None:
+    sessions = Sessions(tmp_path)
+    sessions.open("a").add(Message("user", "How\nare  you? " * 9))
+    sessions.path("b").write_text("{bad\n{}\n")
+    os.utime(sessions.path("a"), (0, 1))
+    first, second = (summary.line() for summary in sessions.summaries())
+    assert first == "b  now, 0 questions: (not readable)"
+    assert second.endswith("days ago, 1 question: How are you? How are you? How are you? H")
