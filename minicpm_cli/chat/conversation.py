@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from minicpm_cli.chat.made import Made
@@ -89,8 +89,14 @@ class Conversation:
             self.replace([*kept, turn])
 
     def set_system(self, text: str | None) -> None:
-        rest = self.turns[1:] if self.system is not None else self.turns
-        self.replace(([Turn(Message("system", text))] if text else []) + rest)
+        """Answers remember the one that they were made with."""
+        before = self.system
+        if (text or None) == before:
+            return
+        rest = self.turns[1:] if before is not None else self.turns
+        self.replace(
+            [*([Turn(Message("system", text))] if text else []), *(_under(turn, before or "") for turn in rest)]
+        )
 
     def undo(self, count: int = 1) -> int:
         """Takes back the last `count` questions with their answers; returns how many there were to take."""
@@ -123,3 +129,8 @@ class Conversation:
         else:
             self.record.append(added)
         self.behind = False
+
+
+def _under(turn: Turn, system: str) -> Turn:
+    made = turn.made
+    return replace(turn, made=replace(made, system=system)) if made and made.system is None else turn

@@ -31,7 +31,8 @@ class Source:
 class Made:
     """`settings` are the values that differ from SamplingParams(); the `dropped` oldest messages were not sent.
 
-    The first `given` characters of the answer were given to the model, which went on from there.
+    The first `given` characters of the answer were given to the model, which went on from there. `system` is the system
+    prompt that it had, "" for none, where that is not the session's own any more.
     """
 
     source: Source
@@ -41,6 +42,7 @@ class Made:
     usage: Usage | None = None
     dropped: int = 0
     given: int = 0
+    system: str | None = None
 
 
 def settings_of(params: SamplingParams) -> dict[str, Any]:
@@ -58,6 +60,7 @@ def record(made: Made) -> dict[str, Any]:
     counts = {name: getattr(usage, name) for name in _USAGE} if usage else None
     ends = {"finish": made.finish, "usage": counts, "dropped": made.dropped, "given": made.given}
     always = {"settings": dict(made.settings), "seed": made.seed}
+    always |= {} if made.system is None else {"system": made.system}
     return (
         {"model": source.model} | {k: v for k, v in known.items() if v} | always | {k: v for k, v in ends.items() if v}
     )
@@ -78,7 +81,14 @@ def read(record: Mapping[str, Any]) -> Made | None:
         load if isinstance(load, dict) else {},
     )
     return Made(
-        source, settings, seed, _text(get("finish")), _usage(get("usage")), _count(get("dropped")), _count(get("given"))
+        source,
+        settings,
+        seed,
+        _text(get("finish")),
+        _usage(get("usage")),
+        _count(get("dropped")),
+        _count(get("given")),
+        _text(get("system")),
     )
 
 

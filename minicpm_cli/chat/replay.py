@@ -31,21 +31,27 @@ def replay(chat: Chat, turns: Sequence[Turn], changed: Mapping[str, Any]) -> Out
     What the user wrote into an answer stays as it is. It ends early when Ctrl-C stops an answer.
     """
     outcome, question = Outcome(), None
+    system = next((turn.message.content for turn in turns[:1] if turn.message.role == "system"), None)
     for turn in turns:
         message = turn.message
         if message.role == "user":
             _keep(chat, question)
             question = message
+        elif message.role == "system" and turn is turns[0]:
+            chat.conversation.set_system(system)
         elif message.role != "assistant" or turn.edited:
             _keep(chat, question, message)
             question = None
         else:
+            then = turn.made.system if turn.made else None
+            chat.conversation.set_system(system if then is None else then)
             _again(chat, question, turn, changed)
             question = None
             if chat.stopped and not turn.partial:
                 return outcome
             _compare(chat, turn, outcome)
     _keep(chat, question)
+    chat.conversation.set_system(system)
     return outcome
 
 

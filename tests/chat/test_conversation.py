@@ -177,6 +177,7 @@ MADE = Made(
     Usage(3, 4, 1),
     dropped=2,
     given=5,
+    system="",
 )
 
 
