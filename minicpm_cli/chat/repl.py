@@ -5,12 +5,19 @@ from __future__ import annotations
 from minicpm_cli.chat import commands
 from minicpm_cli.chat.chat import Chat
 from minicpm_cli.chat.commands import Leave
+from minicpm_cli.chat.interrupts import orderly_end
 from minicpm_cli.chat.keyboard import unechoed
 from minicpm_cli.chat.lines import Lines
 from minicpm_cli.errors import ContextOverflow, FileError, MinicpmError
 
 
 def run(chat: Chat, lines: Lines) -> int:
+    """See `_run`. A request to end, or a closed terminal, raises SystemExit."""
+    with orderly_end():
+        return _run(chat, lines)
+
+
+def _run(chat: Chat, lines: Lines) -> int:
     """The exit code of the conversation: 0, 130 after Ctrl-C twice at an empty prompt, 3 when a pipe's was not saved.
 
     Where lines come from a pipe, the first error ends it: nobody is there to mend what was wrong.
