@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import nullcontext, suppress
 from typing import NoReturn, cast
 
 import typer
@@ -15,12 +17,13 @@ from minicpm_cli.chat.terminal import Terminal
 from minicpm_cli.cli import completion
 from minicpm_cli.cli.program import program
 from minicpm_cli.cli.runtime import Invocation, Runtime
-from minicpm_cli.errors import Interrupted, MinicpmError
+from minicpm_cli.errors import FileError, Interrupted, MinicpmError
 from minicpm_cli.settings import calm_waiting
 
 # ClickException, which typer brings along but does not name
 _CLICK_ERROR = cast(type[Exception], typer.BadParameter.__mro__[2])
 _SIGPIPE_CODE = 128 + 13
+_UNWRITABLE = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC), errno.EFBIG, errno.EIO)
 
 app = program()
 
@@ -47,6 +50,8 @@ def exit_code(argv: Sequence[str], runtime: Runtime) -> int:
     except _CLICK_ERROR as error:
         return _fail(invocation, _usage(error), 2)
     except Exception as error:  # noqa: BLE001 -- a defect of ours; the user gets one line, not a traceback
+        if isinstance(error, OSError) and error.errno in _UNWRITABLE and error.filename is None:
+            return _fail(invocation, f"cannot write the output: {error.strerror}", FileError.exit_code)
         what = " ".join(f"{type(error).__name__}: {error}".split())
         hint = "" if invocation.verbose(argv) else " (-v shows where; please report it)"
         return _fail(invocation, f"internal error: {what}{hint}", 3, trace=invocation.verbose(argv))
@@ -83,7 +88,8 @@ def _usage(error: BaseException) -> str:
 
 def _fail(invocation: Invocation, message: str, code: int, *, trace: bool = False) -> int:
     try:
-        invocation.terminal.out.flush()
+        with suppress(OSError) if code == FileError.exit_code else nullcontext():  # what cannot be written
+            invocation.terminal.out.flush()
         if trace:
             traceback.print_exc(file=invocation.terminal.err)
         invocation.terminal.line(f"minicpm: {message}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import io
 import os
 import select
 import stat
@@ -20,8 +21,8 @@ from minicpm_cli.errors import UsageError
 
 STDIN = "-"
 ENCODINGS = ("utf-8", "utf-16", "latin-1", "cp1252", "gb18030", "big5", "shift_jis", "euc-kr", "koi8-r")
-_FOR_NAMES = ("idna", "punycode", "unicode_escape", "raw_unicode_escape")  # Python's own, and not of files
-_CURE = "Name its --encoding (utf-16, latin-1, gb18030, ...), or convert it first"
+_NOT_OF_FILES = ("idna", "punycode", "undefined", "unicode-escape", "raw-unicode-escape")
+_CURES = ("Name its --encoding (utf-16, latin-1, gb18030, ...), or convert it first.", "Is it in another --encoding?")
 _PATIENCE = 2.0  # seconds after which a pipe that gives nothing is named
 _NO_PROMPT = 'there is no prompt: minicpm run "How many days are in a week?", or pipe one in'
 
@@ -54,6 +55,10 @@ class Source:
             raise UsageError(f"{template.origin} has no prompt of its own, and {_NO_PROMPT}")
         return system, question
 
+    @property
+    def _cure(self) -> str:
+        return _CURES[self.encoding is not None]
+
     def _words(self, words: list[str]) -> str:
         return "" if words == [STDIN] else " ".join(words)
 
@@ -72,8 +77,8 @@ class Source:
 
     def _text(self, path: str) -> str:
         if path != STDIN:
-            return read_text(Path(path), self.encoding, cure=_CURE)
-        return decode(self._bytes(_standard_input()), "stdin", self.encoding, cure=_CURE)
+            return read_text(Path(path), self.encoding, cure=self._cure)
+        return decode(self._bytes(_standard_input()), "stdin", self.encoding, cure=self._cure)
 
     def _stdin(self, words: list[str], files: list[Path]) -> str:
         """What is piped in; `-` as the only word reads it also at a terminal."""
@@ -83,7 +88,7 @@ class Source:
         data = self._bytes(pipe)
         if not data and (words or files) and _is_pipe(pipe):
             self.terminal.note("stdin is empty, so the prompt is asked without it")
-        return without_final_newline(decode(data, "stdin", self.encoding, cure=_CURE))
+        return without_final_newline(decode(data, "stdin", self.encoding, cure=self._cure))
 
     def _bytes(self, pipe: BinaryIO) -> bytes:
         if _is_pipe(pipe) and not _ready(pipe):
@@ -104,8 +109,8 @@ def known_encoding(name: str | None) -> str | None:
         return None
     try:
         found = codecs.lookup(name)
-        b"".decode(name)  # refuses what is no encoding of text, such as base64
-        if found.name in _FOR_NAMES:
+        io.TextIOWrapper(io.BytesIO(), encoding=name)  # refuses what is no encoding of text, such as base64
+        if found.name in _NOT_OF_FILES:
             raise LookupError
     except (LookupError, ValueError):
         raise UsageError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -75,8 +76,13 @@ def stdin_bytes() -> BinaryIO | None:
     return sys.stdin.buffer
 
 
-def _stream(stream: TextIO) -> TextIO:
-    """UTF-8 whatever the locale says when piped; at a terminal, what it cannot show becomes '?'."""
+def _stream(stream: TextIO | None) -> TextIO:
+    """UTF-8 whatever the locale says when piped; at a terminal, what it cannot show becomes '?'.
+
+    A stream that was closed (`>&-`) takes what is written and drops it.
+    """
+    if stream is None:
+        return open(os.devnull, "w", encoding="utf-8")
     if hasattr(stream, "reconfigure"):
         if stream.isatty():
             stream.reconfigure(errors="replace")
