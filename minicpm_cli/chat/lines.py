@@ -14,6 +14,7 @@ from minicpm_cli.chat.attach import decode
 from minicpm_cli.chat.chat import Chat
 from minicpm_cli.chat.editor import edited
 from minicpm_cli.chat.overflow import Choice, Excess
+from minicpm_cli.disk import private_folder
 from minicpm_cli.errors import MinicpmError
 
 if TYPE_CHECKING:
@@ -135,7 +136,7 @@ def _history(path: Path) -> FileHistory:
                 super().store_string(_text(string))
 
     with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        private_folder(path.parent)
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600))
         path.chmod(0o600)  # an older one may be open to others
     return PrivateHistory(str(path))

@@ -14,7 +14,7 @@ from typing import Any
 
 from minicpm_cli.chat import made
 from minicpm_cli.chat.conversation import Conversation, Turn
-from minicpm_cli.disk import sync_folder
+from minicpm_cli.disk import private_folder, sync_folder
 from minicpm_cli.errors import FileError, UsageError
 from minicpm_cli.types import ROLES, Message
 
@@ -69,7 +69,7 @@ class Transcript:
 
     def _write(self, path: Path, mode: int, turns: Sequence[Turn]) -> None:
         text = "".join(json.dumps(_record(turn), ensure_ascii=False) + "\n" for turn in turns)
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        private_folder(path.parent)
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | mode, 0o600), "wb") as file:
             file.write(text.encode("utf-8", "surrogatepass"))
             file.flush()

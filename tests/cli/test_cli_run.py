@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 from fakes import FakeLLM
@@ -168,6 +169,16 @@ def test_sessions_are_private_json_lines(cli, home: Path) -> None:
         ("user", "one", None),
         ("assistant", "You said: one", "Hm."),
     ]
+
+
+def test_folders_are_private_also_under_a_loose_umask(cli, home: Path) -> None:
+    before = os.umask(0)
+    try:
+        cli("run", "one")
+    finally:
+        os.umask(before)
+    made = [home / "data", home / "data" / "sessions", home / "data" / "sessions" / "run.jsonl"]
+    assert [path.stat().st_mode & 0o777 for path in made] == [0o700, 0o700, 0o600]
 
 
 def test_nothing_is_kept_of_a_failed_run(cli, home: Path) -> None:
