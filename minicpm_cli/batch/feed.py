@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from minicpm_cli.batch.records import Row
@@ -66,13 +66,20 @@ class Feed:
         with self._changed:
             self._changed.notify_all()
 
+    def computed(self, chain: Sequence[int]) -> None:
+        """The prompt of this chain is in the cache."""
+        with self._changed:
+            self._window.computed(chain)
+
     def items(self, idle: Callable[[], bool]) -> Iterator[Ready | Row | None]:
-        """Rows with errors before rows to run; None when there is nothing right now, unless `idle` says to wait."""
+        """Rows with errors before rows to run; None when there is nothing right now, unless `idle` says that nothing
+        runs either.
+        """
         told = 0
         while True:
             with self._changed:
                 item = self._take(idle)
-                if item is None and self._ended:
+                if item is None and self._ended and not len(self._window):
                     return
             told = told + 1 if isinstance(item, Row) else 0
             yield item
@@ -87,6 +94,8 @@ class Feed:
         if self._failed:
             item = self._failed.popleft()
         elif len(self._window):
+            if idle():
+                self._window.hurry()
             item = self._window.take()
         if item is not None:
             self._changed.notify_all()

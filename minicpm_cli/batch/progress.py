@@ -143,8 +143,8 @@ class Pace:
         return (self._seen[-1][1] - prompt) / seconds, (self._seen[-1][2] - completion) / seconds
 
     def left(self, counts: Counts) -> int | None:
-        """Seconds that the rows of the input will still take, None while nothing is known."""
-        if counts.total is None or not counts.finished:
+        """Seconds that the rows of the input will still take; None before the first answer: bad lines take no time."""
+        if counts.total is None or not counts.ok:
             return None
         todo = max(counts.total - counts.skipped - counts.finished, 0)
         return round(todo * (self._clock() - self.begun) / counts.finished)

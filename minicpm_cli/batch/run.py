@@ -46,10 +46,11 @@ def run_batch(llm_factory: Callable[[], LanguageModel], options: BatchOptions) -
 
 @dataclass(slots=True)
 class _Open:
-    """A row that the model is working on; its messages are not needed any more."""
+    """A row that the model is working on; its messages are not needed any more. `chain` until the first token."""
 
     row: Row
     seed: int
+    chain: tuple[int, ...]
     answer: Answer = field(default_factory=Answer)
 
 
@@ -146,8 +147,7 @@ class _Run:
             feed.start(first)
             with brisk_threads(), closing(llm.stream(self._requests(feed))) as events:
                 for event in events:
-                    if self._take(event, name):
-                        feed.wake()
+                    self._take(event, name, feed)
         finally:
             feed.stop(patient=self._job.scan is not None)
         if feed.error is not None:
@@ -189,17 +189,19 @@ class _Run:
                 yield None
             else:
                 request = item.request
-                self._open[request.id] = _Open(item.row, request.params.seed or 0)
+                self._open[request.id] = _Open(item.row, request.params.seed or 0, item.chain)
                 yield request
 
     # ---- answers out ----------------------------------------------------------------------------------------------
 
-    def _take(self, event: Event, model: str) -> bool:
-        """True when the row has ended."""
+    def _take(self, event: Event, model: str, feed: Feed) -> None:
         open_ = self._open.get(event.id)
         if open_ is None:
-            return False
+            return
         open_.answer.add(event)
+        if open_.chain:
+            feed.computed(open_.chain)
+            open_.chain = ()
         if event.error is not None or event.finish == "error":
             del self._open[event.id]
             self._fail(open_.row.failed(event.error or MinicpmError("the engine gave no reason")))
@@ -207,7 +209,8 @@ class _Run:
             del self._open[event.id]
             self._out.leave(open_.row.line, answer_row(open_.row, open_.answer, model, open_.seed))
             self.counts.add(open_.answer.usage)
-        return event.finish is not None
+        if event.finish is not None:
+            feed.wake()
 
     def _fail(self, row: Row) -> None:
         self._out.leave(row.line, error_row(row))

@@ -38,6 +38,7 @@ def test_status_says_how_far_and_how_fast() -> None:
     assert status(counts(), pace(0, 10)) == whole
     assert status(Counts(), pace(0)) == "0 rows, 0 failed, 0 tok/s in, 0 out"
     assert status(Counts(total=3), pace(0)) == "0/3 rows, 0 failed, 0 tok/s in, 0 out"
+    assert status(counts(ok=0), pace(0, 10)).endswith("out")
 
 
 @pytest.mark.parametrize(

@@ -356,7 +356,7 @@ def test_rows_reach_the_disk(source: Path, out: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(os.fstat(fd).st_size), real(fd)))
     monkeypatch.setattr(journal_module, "_SYNC_SECONDS", 0.0)
     run(source, out)
-    assert len(synced) > 20
+    assert len(synced) > 3  # one at a time, beside the run
     assert synced[-1] == out.stat().st_size
 
 

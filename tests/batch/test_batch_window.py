@@ -5,7 +5,6 @@ from __future__ import annotations
 from itertools import pairwise
 from pathlib import Path
 
-import pytest
 from batch_tools import rows, run, write_lines
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,7 +22,14 @@ def ready(number: int, prefix: str = "", size: int = 1) -> Ready:
 
 
 def taken(window: PrefixWindow) -> list[int]:
-    return [window.take().row.line for _ in range(len(window))]
+    return [one(window) for _ in range(len(window))]
+
+
+def one(window: PrefixWindow) -> int:
+    ready = window.take()
+    assert ready is not None
+    window.computed(ready.chain)
+    return ready.row.line
 
 
 def test_chains_are_equal_as_far_as_whole_units_are() -> None:
@@ -46,14 +52,13 @@ def test_the_longest_prefix_goes_first_and_the_oldest_of_equals() -> None:
     for number, prefix in enumerate(["ab", "c", "abd", "ab", "", "c", "abd", "a"]):
         window.add(ready(number, prefix))
     assert taken(window) == [0, 2, 6, 3, 7, 1, 5, 4]
-    with pytest.raises(LookupError):
-        window.take()
+    assert window.take() is None
 
 
 def test_the_next_round_goes_on_with_the_last_prefix() -> None:
     window = PrefixWindow()
     window.add(ready(0, "b"))
-    assert window.take().row.line == 0
+    assert one(window) == 0
     for number, prefix in ((1, "a"), (2, "b"), (3, "a")):
         window.add(ready(number, prefix))
     assert taken(window) == [2, 1, 3]
@@ -81,11 +86,48 @@ def test_every_row_once_and_none_overtaken_by_more_than_two_windows(prefixes: li
         while waiting and not window.full:
             number, prefix = waiting.pop(0)
             window.add(ready(number, prefix))
-        order.append(window.take().row.line)
+        order.append(one(window))
         assert len(window) < rows_
     assert sorted(order) == list(range(len(prefixes)))
     for place, number in enumerate(order):
         assert sum(later > number for later in order[:place]) <= 2 * rows_
+
+
+LONG, OTHER = "abcdefgh", "ijklmnopqr"
+
+
+def test_a_long_common_prefix_is_computed_once() -> None:
+    window = PrefixWindow()
+    for number, prefix in enumerate([LONG, LONG, OTHER, LONG + "x", "a", OTHER]):
+        window.add(ready(number, prefix))
+    leaders = [window.take() for _ in range(3)]
+    assert [found and found.row.line for found in leaders] == [0, 4, 2]  # a short prefix is not worth waiting for
+    assert window.take() is None
+    window.computed(leaders[2].chain)  # type: ignore[union-attr]
+    assert one(window) == 5
+    assert window.take() is None
+    window.computed(leaders[0].chain)  # type: ignore[union-attr]
+    assert taken(window) == [1, 3]
+
+
+def test_a_prefix_that_takes_too_long_is_not_waited_for() -> None:
+    window = PrefixWindow()
+    for number in range(3):
+        window.add(ready(number, LONG))
+    waited = [window.take() for _ in range(40)]
+    assert [n for n, found in enumerate(waited) if found] == [0, 17, 34]
+
+
+def test_rows_of_the_next_round_go_while_those_of_this_one_wait() -> None:
+    window = PrefixWindow()
+    window.add(ready(0, LONG))
+    window.add(ready(1, LONG))
+    leader = window.take()
+    window.add(ready(2, OTHER))
+    assert one(window) == 2
+    assert window.take() is None
+    window.computed(leader.chain)  # type: ignore[union-attr]
+    assert one(window) == 1
 
 
 def test_rows_of_a_file_are_grouped_by_their_system_prompts(tmp_path: Path) -> None:
