@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
+from itertools import takewhile
 from pathlib import Path
 
 
@@ -22,7 +23,8 @@ def private_folder(path: Path) -> Path:
 
     `Path.mkdir(parents=True, mode=0o700)` makes the parents as the umask has it.
     """
-    for folder in reversed([path, *path.parents]):
+    missing = list(takewhile(lambda folder: not folder.is_dir(), [path, *path.parents]))
+    for folder in reversed(missing):
         with suppress(FileExistsError):
             folder.mkdir(mode=0o700)
     if not path.is_dir():
