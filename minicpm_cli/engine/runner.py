@@ -173,7 +173,7 @@ def _kernel_draws(config: EngineConfig, model: Model) -> Draw | None:
 
 
 def alike_rows(model: Model) -> int | None:
-    """Steps of up to so many rows compute the same for each, whatever is beside it; None: of any number."""
+    """Steps of up to so many rows compute the same for each, whatever is beside it; None: the model does not say."""
     rows: int | None = getattr(model, "alike_rows", None)
     return rows
 

@@ -27,7 +27,7 @@ class Scheduler:
     """`running` is in order of arrival. Nothing here costs more than the number of running sequences a step.
 
     With `host_draws` the device itself can only take the likeliest token. Steps of up to `alike_rows` rows compute the
-    same for each; None: of any number.
+    same for each; None: nobody limits them.
     """
 
     def __init__(

@@ -84,9 +84,10 @@ class Decoder:
 
     @property
     def alike_rows(self) -> int | None:
-        """Steps of up to so many rows compute the same for each, to the bit, whatever is near it; None: of any number.
+        """Steps of up to so many rows compute the same for each, to the bit, whatever is beside it.
 
-        On a GPU the kernel for few rows does, and decode attention; experts and MLA's inner products do not.
+        On a GPU the kernel for few rows does, and decode attention; experts and MLA's inner products do not. None: on a
+        CPU that is up to torch, whose products of few rows agree for some shapes.
         """
         if self.device.type == "cpu":
             return None
