@@ -120,7 +120,7 @@ def examples(*lines: str) -> str:
 EXIT_CODES = MappingProxyType(
     {
         0: "ok",
-        1: "some rows failed, or --extract found nothing",
+        1: "some rows failed, --extract found nothing, or --replay another answer",
         2: "usage: a flag, a setting or a prompt that cannot work",
         3: "the model or a file",
         4: "memory or GPU",
