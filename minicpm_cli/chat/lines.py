@@ -143,9 +143,9 @@ def _history(path: Path) -> FileHistory:
 
 
 def _keys() -> KeyBindings:
-    from prompt_toolkit.application import run_in_terminal
+    from prompt_toolkit.application import get_app, run_in_terminal
     from prompt_toolkit.enums import DEFAULT_BUFFER
-    from prompt_toolkit.filters import has_focus
+    from prompt_toolkit.filters import Condition, has_focus
     from prompt_toolkit.key_binding import KeyBindings
 
     keys, at_prompt = KeyBindings(), has_focus(DEFAULT_BUFFER)  # and not in the search that Ctrl-R begins
@@ -162,6 +162,10 @@ def _keys() -> KeyBindings:
     @keys.add("escape", "enter", filter=at_prompt)
     def new_line(event: KeyPressEvent) -> None:
         event.current_buffer.insert_text("\n")
+
+    @keys.add("c-c", filter=at_prompt & Condition(lambda: bool(get_app().current_buffer.text)))
+    def take_back(event: KeyPressEvent) -> None:
+        event.current_buffer.reset(append_to_history=True)  # Up brings it back
 
     @keys.add("c-g", filter=at_prompt)
     def edit(event: KeyPressEvent) -> None:
