@@ -24,7 +24,9 @@ ENCODINGS = ("utf-8", "utf-16", "latin-1", "cp1252", "gb18030", "big5", "shift_j
 _NOT_OF_FILES = ("idna", "punycode", "undefined", "unicode-escape", "raw-unicode-escape")
 _CURES = ("Name its --encoding (utf-16, latin-1, gb18030, ...), or convert it first.", "Is it in another --encoding?")
 _PATIENCE = 2.0  # seconds after which a pipe that gives nothing is named
-_NO_PROMPT = 'there is no prompt: minicpm run "How many days are in a week?", or pipe one in'
+_NO_PROMPT = (
+    'there is no prompt: minicpm run "How many days are in a week?", or pipe one in (minicpm chat holds a conversation)'
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +119,13 @@ def known_encoding(name: str | None) -> str | None:
             f"--encoding is {name!r}; it must be an encoding of text that Python knows: {', '.join(ENCODINGS)}, ..."
         ) from None
     return None if found.name == "utf-8" else found.name
+
+
+def stray_model(words: list[str]) -> str | None:
+    """The first word where it is a model's name, as `ollama run MODEL PROMPT` has it."""
+    from minicpm_cli.hub.catalog import CATALOG
+
+    return words[0] if words and words[0] in {entry.alias for entry in CATALOG} else None
 
 
 def stray_files(words: list[str], files: list[Path]) -> list[str]:

@@ -136,6 +136,8 @@ def _check(form: Form, flags: Flags) -> None:
 def _asked(source: reading.Source, words: list[str], files: list[Path], found: PromptTemplate | None) -> Asked:
     for word in reading.stray_files(words, files):
         source.terminal.note(f"{word} is taken for words of the prompt; each file needs its own -f")
+    if model := reading.stray_model(words):
+        source.terminal.note(f"{model} is taken for a word of the prompt; -m {model} chooses the model")
     if found is None:
         return Asked(source.question(words, files))
     system, question = source.filled(found, words, files)

@@ -207,6 +207,12 @@ def test_files_that_a_shell_spelled_out_are_pointed_at(cli, tmp_path: Path) -> N
     assert done.err == f"minicpm: {tmp_path / 'b.py'} is taken for words of the prompt; each file needs its own -f\n"
 
 
+def test_a_model_that_stands_where_the_prompt_does(cli) -> None:
+    said = "minicpm: minicpm4-8b is taken for a word of the prompt; -m minicpm4-8b chooses the model\n"
+    assert cli("run", "minicpm4-8b", "hi").err == said
+    assert cli("run", "Is minicpm4-8b good?").err == ""
+
+
 def test_a_dash_is_stdin_also_at_a_terminal(cli) -> None:
     llm = FakeLLM()
     cli("run", "-", stdin=b"piped\n", llm=llm)

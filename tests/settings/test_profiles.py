@@ -134,3 +134,21 @@ def test_keys_as_other_programs_call_them_are_read_and_said(config: Path) -> Non
     config.write_text("num_ctx = -1")
     with pytest.raises(UsageError, match="ctx is -1"):
         load(config)
+
+
+OLDEST = """
+model = "demo"\ndevice = "cpu"\ndtype = "bf16"\nctx = 512\nmax-seqs = 1\nmemory-fraction = 0.5\nquantize = "none"
+head_bits = 8\nkv_dtype = "auto"\ngraphs = true\nchat_template = "auto"\nmax_batch_tokens = 64\ntemperature = 1
+top_p = 1\ntop_k = 0\nmin_p = 0\nrepetition_penalty = 1\npresence_penalty = 0\nfrequency_penalty = 0\nmax_tokens = 5
+stop = "x"\nseed = 1\nlogprobs = 0\nthink = false\nthink_budget = 3\nthreads = 1\ncache_dir = "~/c"\ndata_dir = "~/d"
+color = true\nplain = false\nquiet = false\nverbose = false
+"""  # every key of the first version
+
+
+def test_a_config_file_of_the_first_version_is_read_as_it_was(config: Path) -> None:
+    config.write_text(OLDEST)
+    settings = load(config)
+    assert settings.notes == ()
+    assert {row.name for row in settings.rows if row.origin != "default"} >= {
+        line.partition(" = ")[0].replace("-", "_") for line in OLDEST.strip().splitlines()
+    }
