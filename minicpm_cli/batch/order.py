@@ -35,6 +35,11 @@ class InOrder:
         """No further row may enter until the oldest has left."""
         return len(self._waiting) >= self._window
 
+    @property
+    def held(self) -> int:
+        """Finished rows that are not in the output yet."""
+        return len(self._ready)
+
     def enter(self, line: int) -> None:
         self._waiting.append(line)
 
@@ -49,6 +54,7 @@ class AsFinished:
     """The same, without waiting."""
 
     full = False
+    held = 0
 
     def __init__(self, output: Output) -> None:
         self._output = output

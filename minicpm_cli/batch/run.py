@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from minicpm_cli.batch.feed import Feed
-from minicpm_cli.batch.files import STREAM, write_json
+from minicpm_cli.batch.files import STREAM, is_plain, write_json
 from minicpm_cli.batch.job import Job, open_job, record_model
 from minicpm_cli.batch.keys import row_seed
 from minicpm_cli.batch.options import BatchOptions
@@ -26,6 +26,8 @@ from minicpm_cli.errors import Interrupted, MinicpmError
 from minicpm_cli.llm import LanguageModel
 from minicpm_cli.types import Event, Request, SamplingParams
 
+_TAKES_TIME = 50_000_000  # bytes: half a million short lines take some seconds to look through
+
 
 def run_batch(llm_factory: Callable[[], LanguageModel], options: BatchOptions) -> BatchSummary:
     """Runs the rows that OUT does not hold yet. The model is loaded for the first row that needs one, if any does.
@@ -36,6 +38,8 @@ def run_batch(llm_factory: Callable[[], LanguageModel], options: BatchOptions) -
     rows_on_screen = options.output == STREAM and sys.stdout is not None and sys.stdout.isatty()
     progress = choose_progress(options.progress, plain=options.plain or rows_on_screen)
     try:
+        if is_plain(options.input) and (size := Path(options.input).stat().st_size) > _TAKES_TIME:
+            progress.say(f"Checking the {size / 1e6:,.0f} MB of {options.input} ...")
         with terminable(), open_job(options) as job:
             run = _Run(options, job, progress)
             run.go(llm_factory)
@@ -113,10 +117,13 @@ class _Run:
                 self._progress.say(line)
 
     def _kept(self) -> str:
-        said = f"Stopped after {self.counts.finished:,} rows"
+        said = f"Stopped after {self.counts.finished - self._out.held:,} rows"
         if self._job.journal is None:
             return f"{said}."
-        return f"{said}; they are kept in {self._options.output}. Run the same command again to go on."
+        held = (
+            f" {self._out.held:,} more waited for the rows before them and will be run again." if self._out.held else ""
+        )
+        return f"{said}; they are kept in {self._options.output}.{held} Run the same command again to go on."
 
     def _look(self) -> Counts:
         """The counts of this moment; the progress asks for them from its thread."""
