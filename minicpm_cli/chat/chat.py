@@ -169,17 +169,18 @@ class Chat:
         reply = Reply(order.prefill, self.loops)
         with Interrupts() as interrupts:
             try:
-                self.stopped = not self._stream(order, reply, interrupts)
+                whole = self._stream(order, reply, interrupts)
             except BaseException:
-                interrupts.keeping = True
+                interrupts.keeping = self.stopped = True
                 self._keep(order, reply, partial=True)
                 raise
             interrupts.keeping = True
-            self._keep(order, reply, partial=self.stopped or reply.looped is not None)
+            self.stopped = not whole and not _enough(reply, order.most)
+            self._keep(order, reply, partial=not whole or reply.looped is not None)
         self._report(order, reply)
 
     def _report(self, order: Order, reply: Reply) -> None:
-        if self.stopped and order.most is None:
+        if self.stopped:
             self.terminal.note(_stopped(reply, withdrawn=order.withdraw))
         elif reply.looped:
             self.terminal.note(_looped(reply.looped))
@@ -232,7 +233,10 @@ class Chat:
         if order.prefill and before and message.reasoning is None:
             message = replace(message, reasoning=before.message.reasoning)
         settings, given = settings_of(order.params), len(order.prefill)
-        made = Made(self.source, settings, reply.seed, reply.finish, reply.usage, order.dropped, given)
+        begun = before.made if order.prefill and before else None
+        made = Made(
+            self.source, settings, order.params.seed, reply.finish, reply.usage, order.dropped, given, begun=begun
+        )
         return Turn(message, partial, made)
 
     def _store(self, change: Callable[[], object]) -> None:

@@ -31,7 +31,8 @@ class Source:
 class Made:
     """`settings` are the values that differ from SamplingParams(); the `dropped` oldest messages were not sent.
 
-    The first `given` characters of the answer were given to the model, which went on from there. `system` is the system
+    The first `given` characters of the answer were given to the model, which went on from there; `begun` tells how they
+    were made, if not by the user. `system` is the system
     prompt that it had, "" for none, where that is not the session's own any more.
     """
 
@@ -43,6 +44,7 @@ class Made:
     dropped: int = 0
     given: int = 0
     system: str | None = None
+    begun: Made | None = None
 
 
 def settings_of(params: SamplingParams) -> dict[str, Any]:
@@ -56,14 +58,20 @@ def settings_of(params: SamplingParams) -> dict[str, Any]:
 def record(made: Made) -> dict[str, Any]:
     """The keys that an answer's line gets; those that say nothing are left out."""
     source, usage = made.source, made.usage
-    known = {"revision": source.revision, "scheme": source.scheme, "device": source.device, "load": dict(source.load)}
-    counts = {name: getattr(usage, name) for name in _USAGE} if usage else None
-    ends = {"finish": made.finish, "usage": counts, "dropped": made.dropped, "given": made.given}
-    always = {"settings": dict(made.settings), "seed": made.seed}
-    always |= {} if made.system is None else {"system": made.system}
-    return (
-        {"model": source.model} | {k: v for k, v in known.items() if v} | always | {k: v for k, v in ends.items() if v}
-    )
+    keys: dict[str, Any] = {"model": source.model, "settings": dict(made.settings), "seed": made.seed}
+    keys |= {} if made.system is None else {"system": made.system}
+    more = {
+        "revision": source.revision,
+        "scheme": source.scheme,
+        "device": source.device,
+        "load": dict(source.load),
+        "finish": made.finish,
+        "usage": {name: getattr(usage, name) for name in _USAGE} if usage else None,
+        "dropped": made.dropped,
+        "given": made.given,
+        "begun": record(made.begun) if made.begun else None,
+    }
+    return keys | {key: value for key, value in more.items() if value}
 
 
 def read(record: Mapping[str, Any]) -> Made | None:
@@ -80,15 +88,11 @@ def read(record: Mapping[str, Any]) -> Made | None:
         _text(get("device")) or "",
         load if isinstance(load, dict) else {},
     )
+    counts = (_count(get("dropped")), _count(get("given")))
+    begun = get("begun")
+    begun = read(begun) if isinstance(begun, dict) else None
     return Made(
-        source,
-        settings,
-        seed,
-        _text(get("finish")),
-        _usage(get("usage")),
-        _count(get("dropped")),
-        _count(get("given")),
-        _text(get("system")),
+        source, settings, seed, _text(get("finish")), _usage(get("usage")), *counts, _text(get("system")), begun
     )
 
 

@@ -102,7 +102,7 @@ def _replay(invocation: Invocation, again: str, session: str | None, flags: Flag
             _tell_changes(one, source)
         outcome = replay(one, turns, changed)
     one.terminal.note(f"{outcome.line()}; this is session {name}")
-    return 130 if one.stopped and not turns[-1].partial else min(outcome.other, 1)
+    return 130 if one.stopped else min(outcome.other, 1)
 
 
 def _recorded(sessions: Sessions, again: str) -> Sequence[Turn]:

@@ -58,6 +58,8 @@ def test_ctrl_c_keeps_what_came_and_marks_it(make: Make) -> None:
     assert chat.stopped
     turn = chat.conversation.turns[-1]
     assert (turn.message.content, turn.partial) == ("a b c", True)
+    assert turn.made is not None
+    assert turn.made.seed is not None
     assert llm.aborted == ["chat"]
     assert "partial" in told(chat)
     llm._events = original  # type: ignore[method-assign]

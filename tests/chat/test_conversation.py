@@ -178,6 +178,7 @@ MADE = Made(
     dropped=2,
     given=5,
     system="",
+    begun=Made(Source("demo"), seed=8),
 )
 
 
@@ -206,7 +207,15 @@ def test_how_an_answer_was_made_is_kept(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"model": 1}, {"settings": []}, {"seed": "x"}, {"usage": {"prompt_tokens": "x"}}, {"dropped": "x"}, {"load": 3}],
+    [
+        {"model": 1},
+        {"settings": []},
+        {"seed": "x"},
+        {"usage": {"prompt_tokens": "x"}},
+        {"dropped": "x"},
+        {"load": 3},
+        {"begun": {"model": 3}},
+    ],
 )
 def test_what_another_version_writes_costs_no_message(tmp_path: Path, change: dict[str, object]) -> None:
     sessions = Sessions(tmp_path)
