@@ -14,6 +14,7 @@ from minicpm_cli.chat.interrupts import Interrupts
 from minicpm_cli.chat.keyboard import unechoed
 from minicpm_cli.chat.loops import Loop, OnLoop
 from minicpm_cli.chat.made import Made, Source, settings_of
+from minicpm_cli.chat.open_end import open_end
 from minicpm_cli.chat.overflow import Choice, Excess, Overflow, excess, without
 from minicpm_cli.chat.reply import Reply
 from minicpm_cli.chat.sessions import Sessions
@@ -249,16 +250,6 @@ class Chat:
 
 def _enough(reply: Reply, most: int | None) -> bool:
     return most is not None and len(reply.text) + len(reply.thought or "") >= most
-
-
-def open_end(text: str) -> str:
-    """The last paragraph or open code block: what must be shown again for what is added to it to look right."""
-    lines = text.splitlines(keepends=True)
-    fences = [i for i, line in enumerate(lines) if line.lstrip().startswith(("```", "~~~"))]
-    if len(fences) % 2:
-        return "".join(lines[fences[-1] :])
-    start = max((i + 1 for i, line in enumerate(lines) if not line.strip()), default=0)
-    return "".join(lines[start:])
 
 
 def _stopped(reply: Reply, *, withdrawn: bool) -> str:
