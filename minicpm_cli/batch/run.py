@@ -25,6 +25,7 @@ from minicpm_cli.batch.window import Ready, prefix_chain
 from minicpm_cli.errors import Interrupted, MinicpmError
 from minicpm_cli.llm import LanguageModel
 from minicpm_cli.types import Event, Request, SamplingParams
+from minicpm_cli.units import size
 
 _TAKES_TIME = 50_000_000  # bytes: half a million short lines take some seconds to look through
 
@@ -38,8 +39,8 @@ def run_batch(llm_factory: Callable[[], LanguageModel], options: BatchOptions) -
     rows_on_screen = options.output == STREAM and sys.stdout is not None and sys.stdout.isatty()
     progress = choose_progress(options.progress, plain=options.plain or rows_on_screen)
     try:
-        if is_plain(options.input) and (size := Path(options.input).stat().st_size) > _TAKES_TIME:
-            progress.say(f"Checking the {size / 1e6:,.0f} MB of {options.input} ...")
+        if is_plain(options.input) and (count := Path(options.input).stat().st_size) > _TAKES_TIME:
+            progress.say(f"Checking {options.input} ({size(count)}) ...")
         with terminable(), open_job(options) as job:
             run = _Run(options, job, progress)
             run.go(llm_factory)
@@ -120,10 +121,10 @@ class _Run:
         said = f"Stopped after {self.counts.finished - self._out.held:,} rows"
         if self._job.journal is None:
             return f"{said}."
-        held = (
-            f" {self._out.held:,} more waited for the rows before them and will be run again." if self._out.held else ""
-        )
-        return f"{said}; they are kept in {self._options.output}.{held} Run the same command again to go on."
+        said += f"; they are kept in {self._options.output}."
+        if self._out.held:
+            said += f" {self._out.held:,} more waited for the rows before them and will be run again."
+        return f"{said} Run the same command again to go on."
 
     def _look(self) -> Counts:
         """The counts of this moment; the progress asks for them from its thread."""

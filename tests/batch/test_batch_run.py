@@ -20,8 +20,9 @@ from fakes import FakeLLM
 from minicpm_cli.batch import journal as journal_module
 from minicpm_cli.batch import run as run_module
 from minicpm_cli.batch.files import Lock
+from minicpm_cli.batch.journal import recover
 from minicpm_cli.batch.options import BatchOptions, parse_shard
-from minicpm_cli.batch.order import InOrder
+from minicpm_cli.batch.order import InOrder, restore_order
 from minicpm_cli.batch.run import run_batch
 from minicpm_cli.batch.scan import scan_input
 from minicpm_cli.errors import DeviceError, FileError, Interrupted, ModelNotFound, RequestError, UsageError
@@ -543,6 +544,20 @@ def test_order_window_holds_back_the_source(source: Path, out: Path, monkeypatch
     assert [r["id"] for r in rows(out)] == [p["id"] for p in prompts(20)]
 
 
+def test_a_stopped_run_says_what_is_kept(source: Path, out: Path) -> None:
+    class Stopped(FakeLLM):
+        def _events(self, request: Request) -> Any:
+            if request.id == "9":
+                raise KeyboardInterrupt
+            return super()._events(request)
+
+    slow_third = Stopped(answer=lambda r: "w " * (100 if r.id == "3" else 1))
+    match = r"Stopped after 2 rows; they are kept in .* \d more waited for the rows before them"
+    with pytest.raises(Interrupted, match=match):
+        run(source, out, slow_third, ordered=True)
+    assert len(rows(out)) == 2
+
+
 # ---- size ---------------------------------------------------------------------------------------------------------
 
 
@@ -554,6 +569,22 @@ def test_scan_of_many_lines_is_small(tmp_path: Path) -> None:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 5_000_000  # a million rows: 50 MB
+
+
+def test_a_resume_of_many_rows_is_small(tmp_path: Path, out: Path) -> None:
+    """Also where it has to put them in order: 40 bytes a row."""
+    count = 50_000
+    source = write_lines(tmp_path / "in", (b'{"id":%d,"prompt":"x"}' % i for i in range(count)))
+    write_lines(out, (b'{"id":%d,"text":"x"}' % i for i in reversed(range(count))))
+    tracemalloc.start()
+    past = recover(out, drop_errors=False, lenient=False)
+    assert (past.ok, len(past.done)) == (count, count)
+    assert tracemalloc.get_traced_memory()[1] < 32 * count
+    tracemalloc.reset_peak()
+    assert restore_order(out, source, source.stat().st_size)
+    assert tracemalloc.get_traced_memory()[1] < 60 * count
+    tracemalloc.stop()
+    assert [r["id"] for r in rows(out)] == list(range(count))
 
 
 def test_run_is_flat(tmp_path: Path, out: Path) -> None:

@@ -74,12 +74,8 @@ def test_a_resumed_file_is_that_of_one_run(model: Path, tmp_path: Path, lines: l
 
 
 def test_a_row_that_can_never_fit_fails_alone(model: Path, tmp_path: Path) -> None:
-    lines = [
-        {"id": "a", "prompt": "hello"},
-        {"id": "b", "prompt": "x" * 3_000_000},
-        {"id": "c", "prompt": "the " * 2000},
-    ]
-    source = write_lines(tmp_path / "in", [line | {"max_tokens": 2} for line in lines])
+    asked = {"a": "hello", "b": "x" * 3_000_000, "c": "the " * 2000}
+    source = write_lines(tmp_path / "in", [{"id": i, "prompt": text, "max_tokens": 2} for i, text in asked.items()])
     done = run(model, source, tmp_path / "out")
     assert (done.ok, done.errors) == (1, {"context_overflow": 2})
     assert all(len(json.dumps(row)) < 1000 for row in rows(tmp_path / "out"))
