@@ -85,7 +85,7 @@ def get(context: typer.Context, name: _Name, *, flags: Flags) -> None:
     """Print the value of one setting; an empty line where it is not set."""
     invocation: Invocation = context.obj
     settings = invocation.configure(_merged(context, flags))
-    value = _row(settings, known(name, "minicpm config get")).value
+    value = _plain(_row(settings, known(name, "minicpm config get")).value)
     invocation.terminal.out.write(("" if value is None else value if isinstance(value, str) else _text(value)) + "\n")
 
 

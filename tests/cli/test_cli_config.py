@@ -44,6 +44,8 @@ def test_numbers_below_zero_and_lists(cli, config: Path) -> None:
     assert config.read_text() == 'presence_penalty = -1.0\nstop = ["User:", "###"]\nctx = "auto"\n'
     assert cli("config", "get", "stop").out == '["User:", "###"]\n'
     assert cli("config", "get", "seed").out == "\n"
+    assert cli("config", "get", "data_dir").out == f"{config.parent / 'data'}\n"
+    assert cli("config", "get", "graphs").out == "true\n"
 
 
 def test_a_profile_is_written_and_used(cli, config: Path) -> None:
