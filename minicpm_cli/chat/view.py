@@ -11,6 +11,7 @@ from typing import Protocol, TextIO
 from minicpm_cli.chat.markdown import Blocks
 from minicpm_cli.chat.terminal import Terminal, neutral
 from minicpm_cli.chat.thoughts import Thoughts
+from minicpm_cli.chat.waiting import Waiting
 from minicpm_cli.types import Channel
 
 Size = Callable[[], tuple[int, int]]  # columns, rows
@@ -24,7 +25,25 @@ class View(Protocol):
 
 
 def view_for(terminal: Terminal) -> View:
-    return MarkdownView(terminal) if terminal.fancy else PlainView(terminal)
+    """The view of a reply that is awaited from now on."""
+    return Awaited(MarkdownView(terminal) if terminal.fancy else PlainView(terminal), Waiting(terminal))
+
+
+class Awaited:
+    """Until a view has something to show, it is said that it is waited for."""
+
+    def __init__(self, view: View, waiting: Waiting) -> None:
+        self._view, self._waiting = view, waiting
+        waiting.start()
+
+    def show(self, channel: Channel, text: str) -> None:
+        if text:
+            self._waiting.stop()
+        self._view.show(channel, text)
+
+    def end(self) -> None:
+        self._waiting.stop()
+        self._view.end()
 
 
 class PlainView:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import threading
+import time
 
 import pytest
 from emulator import Emulator
@@ -10,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minicpm_cli.chat.terminal import Terminal
-from minicpm_cli.chat.view import MarkdownView
+from minicpm_cli.chat.view import Awaited, MarkdownView
+from minicpm_cli.chat.waiting import Waiting
 
 ANSWERS = {
     "lines": "\n".join(f"line {n}" for n in range(1, 301)),
@@ -246,3 +249,19 @@ def test_columns_in_the_environment_do_not_hide_the_window(monkeypatch: pytest.M
     text = "word " * 60
     assert Shown(Emulator(24, 40)).feed(text, 5).end() == at_once(text, 24, 40)
     assert max(map(len, at_once(text, 24, 40).split("\n"))) <= 40
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_a_reply_that_takes_its_time_is_waited_for_aloud(quiet: bool) -> None:
+    terminal = Emulator()
+    streams = Terminal(terminal, terminal, quiet=quiet)
+    view = Awaited(MarkdownView(streams, size=terminal.size), Waiting(streams, seconds=0.01))
+    deadline = time.monotonic() + (0.1 if quiet else 10)
+    while not terminal.text and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert terminal.text == ("" if quiet else "reading: 0 s")
+    view.show("answer", "")
+    view.show("answer", "It is so.\n")
+    view.end()
+    assert terminal.text == "It is so."
+    assert "waiting" not in {thread.name for thread in threading.enumerate()}
