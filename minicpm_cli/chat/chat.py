@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from minicpm_cli.chat.attach import quoted
+from minicpm_cli.chat.claim import Claim
 from minicpm_cli.chat.conversation import Conversation, Messages, Turn
 from minicpm_cli.chat.interrupts import Interrupts
 from minicpm_cli.chat.keyboard import unechoed
@@ -20,7 +21,7 @@ from minicpm_cli.chat.reply import Reply
 from minicpm_cli.chat.sessions import Sessions
 from minicpm_cli.chat.terminal import Terminal
 from minicpm_cli.chat.view import view_for
-from minicpm_cli.errors import ContextOverflow, FileError, RequestError, UsageError
+from minicpm_cli.errors import ContextOverflow, FileError, MinicpmError, RequestError, UsageError
 from minicpm_cli.llm.info import LanguageModel
 from minicpm_cli.types import Message, Request, SamplingParams, Usage
 
@@ -73,6 +74,7 @@ class Chat:
     replies: int = 0
     total: Usage = field(default_factory=lambda: Usage(0, 0, 0))
     before: str | None = None  # the session that was left for this one
+    claim: Claim | None = None  # on the session
 
     @property
     def params(self) -> SamplingParams:
@@ -117,11 +119,23 @@ class Chat:
         self._answer(replace(order, most=most))
 
     def switch(self, name: str) -> None:
-        """To another session, as it was left."""
-        conversation = self.sessions.open(name)
-        if name != self.name:
-            self.before = self.name
-        self.name, self.conversation, self.last = name, conversation, None
+        """To another session, as it was left. Raises UsageError when it is open elsewhere."""
+        if name == self.name:
+            return
+        claim = self.sessions.claim(name)
+        try:
+            conversation = self.sessions.open(name)
+        except MinicpmError:
+            claim.release()
+            raise
+        self.leave()
+        self.claim, self.before, self.name = claim, self.name, name
+        self.conversation, self.last = conversation, None
+
+    def leave(self) -> None:
+        """Lets another chat have the session."""
+        if self.claim:
+            self.claim.release()
 
     def room(self) -> int:
         """Tokens of the context that are still free."""

@@ -113,7 +113,7 @@ def _session(chat: Chat, history: Path) -> PromptSession[str]:
         key_bindings=_keys(),
         completer=CommandCompleter(chat),
         complete_while_typing=False,
-        enable_history_search=False,
+        enable_suspend=True,
         bottom_toolbar=None if quiet else Toolbar(chat),
         color_depth=None if terminal.color and not terminal.plain else ColorDepth.DEPTH_1_BIT,
         output=create_output(terminal.out if terminal.out_tty else terminal.err),

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from minicpm_cli.chat import made
+from minicpm_cli.chat.claim import Claim, lock_of
 from minicpm_cli.chat.conversation import Conversation, Turn
 from minicpm_cli.disk import private_folder, sync_folder
 from minicpm_cli.errors import FileError, UsageError
@@ -174,14 +175,18 @@ class Sessions:
             transcript.rewrite(turns)
         return Conversation(turns, transcript)
 
+    def claim(self, name: str) -> Claim:
+        """For whoever writes to it. Raises UsageError when it is open elsewhere."""
+        return Claim(self.path(name))
+
     def transcript(self, name: str) -> Transcript:
         return Transcript(self.path(name))
 
     def fresh(self) -> str:
-        """A name for a new session: its time, numbered when that is taken."""
+        """A name for a new session: its time, numbered when that is taken, also by one that has said nothing yet."""
         stem = time.strftime("%Y-%m-%d-%H%M%S")
         names = (stem if n == 1 else f"{stem}-{n}" for n in range(1, 1000))
-        return next(name for name in names if not self.path(name).exists())
+        return next(name for name in names if not self.exists(name) and not lock_of(self.path(name)).exists())
 
 
 def beginning(text: str) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO
@@ -12,16 +13,15 @@ import typer
 from minicpm_cli.chat import repl
 from minicpm_cli.chat.attach import path_of
 from minicpm_cli.chat.chat import Chat
-from minicpm_cli.chat.conversation import Conversation, Turn
+from minicpm_cli.chat.conversation import Turn
 from minicpm_cli.chat.lines import Lines, PipedLines, TypedLines
 from minicpm_cli.chat.made import Source
 from minicpm_cli.chat.overflow import OVERFLOWS
 from minicpm_cli.chat.replay import replay
-from minicpm_cli.chat.sessions import Sessions, Transcript
+from minicpm_cli.chat.sessions import Sessions, Transcript, beginning
 from minicpm_cli.cli.options import LOAD, LOOKUP, MODEL, OUTPUT, SAMPLING, Flags, examples, takes
 from minicpm_cli.cli.runtime import Invocation, stdin_bytes
 from minicpm_cli.errors import UsageError
-from minicpm_cli.llm.info import LanguageModel
 from minicpm_cli.settings import DEFAULT, Layer, LoadOptions, Settings
 from minicpm_cli.types import SamplingParams
 
@@ -75,12 +75,10 @@ def chat(
     settings = _with_lookup(invocation.configure(flags))
     sessions = Sessions(settings.data_dir / "sessions")
     name = sessions.latest() if go_on else session or sessions.fresh()
-    talk = sessions.open(name)
-    if system is not None:
-        talk.set_system(system)
     pipe = stdin_bytes()
-    with invocation.model(settings) as llm:
-        one = _chat(invocation, settings, llm, name, talk)
+    with _chat(invocation, settings, sessions, name) as one:
+        if system is not None:
+            one.conversation.set_system(system)
         one.given, one.overflow = dict(settings.sampling), overflow
         return repl.run(one, _lines(one, settings, pipe))
 
@@ -96,8 +94,7 @@ def _replay(invocation: Invocation, again: str, session: str | None, flags: Flag
     changed = {
         f.name: settings.sampling[f.name] for f in fields(SamplingParams) if flags.get(f.name) not in (None, [], ())
     }
-    with invocation.model(settings) as llm:
-        one = _chat(invocation, settings, llm, name, sessions.open(name))
+    with _chat(invocation, settings, sessions, name) as one:
         if source:
             _tell_changes(one, source)
         outcome = replay(one, turns, changed)
@@ -129,12 +126,24 @@ def _tell_changes(one: Chat, source: Source) -> None:
         one.terminal.note(f"answers may come out different: {', '.join(changes)}")
 
 
-def _chat(invocation: Invocation, settings: Settings, llm: LanguageModel, name: str, talk: Conversation) -> Chat:
-    sessions = Sessions(settings.data_dir / "sessions")
-    model = settings.options.model
+@contextmanager
+def _chat(invocation: Invocation, settings: Settings, sessions: Sessions, name: str) -> Iterator[Chat]:
+    """The session is claimed and read before the model is loaded."""
+    with sessions.claim(name) as claim:
+        talk = sessions.open(name)
+        with invocation.model(settings) as llm:
+            source = Source.of(llm.info, _lasting(settings.options.model), _chosen(settings))
+            one = Chat(llm, invocation.terminal, sessions, talk, name, source=source, claim=claim)
+            try:
+                yield one
+            finally:
+                one.leave()
+
+
+def _lasting(model: str) -> str:
+    """A path also from another folder."""
     place = Path(model).expanduser()
-    source = Source.of(llm.info, str(place.resolve()) if place.exists() else model, _chosen(settings))
-    return Chat(llm, invocation.terminal, sessions, talk, name, source=source)
+    return str(place.resolve()) if place.exists() else model
 
 
 def _chosen(settings: Settings) -> Mapping[str, Any]:
@@ -164,4 +173,7 @@ def _greet(one: Chat) -> None:
     info = one.llm.info
     one.terminal.note(f"{info.name}, context {info.context} tokens. /help lists commands, Ctrl-D leaves.")
     if one.conversation.questions:
-        one.terminal.note(f"going on with {one.name}: {one.conversation.questions} questions so far")
+        last = beginning(one.conversation.asked[-1].content)
+        count = one.conversation.questions
+        so_far = f"{count} question{'' if count == 1 else 's'} so far"
+        one.terminal.note(f"going on with {one.name}: {so_far}, the last one {last!r}")

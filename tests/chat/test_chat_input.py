@@ -86,6 +86,7 @@ def test_the_line_below_the_prompt(run: Start, tmp_path: Path) -> None:
     assert "file attached" not in child.logfile_read.text, "it goes with the prompt"
     child = run(columns=40)
     assert until(child, " fake bf16")[-1] == " fake bf16 · 6 of 4,096 tokens (0%) · s"
+    assert leave(child) == 0
     child = run("--plain")
     assert "4,096" not in child.logfile_read.text
 

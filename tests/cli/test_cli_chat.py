@@ -10,7 +10,7 @@ import pytest
 
 from fakes import FakeLLM
 from minicpm_cli.chat.sessions import Sessions
-from minicpm_cli.types import Event, Request
+from minicpm_cli.types import Event, Message, Request
 
 
 def seeded(request: Request) -> str:
@@ -113,6 +113,27 @@ def test_a_conversation_that_could_not_be_kept_is_an_error_of_a_pipe(cli, home: 
     assert done.code == 3
     assert "goes on, unsaved" in done.err
     assert done.out == "You said: hello\n"
+
+
+def test_a_session_is_open_once(cli, home: Path) -> None:
+    sessions = Sessions(home / "data" / "sessions")
+    sessions.open("a").add(Message("user", "x"))
+    with sessions.claim("a"):
+        done = cli("chat", "--session", "a", stdin=b"hello\n")
+        assert (done.code, done.opened) == (2, False)
+        assert "'a' is open in another minicpm chat" in done.err
+        done = cli("chat", "--session", "b", stdin=b"hello\n/branch x\n/load a\n")
+        assert done.code == 2
+    assert cli("chat", "--session", "a", stdin=b"hello\n/branch x\nmore\n").code == 0
+    assert sorted(path.name for path in sessions.folder.iterdir()) == ["a+x.jsonl", "a.jsonl", "b+x.jsonl", "b.jsonl"]
+
+
+def test_the_system_prompt_of_a_session_can_change(cli, home: Path) -> None:
+    assert cli("chat", "-s", "brief", "--session", "a", stdin=b"hello\n").code == 0
+    assert [line["role"] for line in records(home, "a")] == ["system", "user", "assistant"]
+    assert cli("chat", "-s", "other", "-c", stdin=b"more\n").code == 0
+    assert records(home, "a")[0]["content"] == "other"
+    assert records(home, "a")[2]["system"] == "brief"
 
 
 def test_an_error_in_a_replay_ends_it(cli) -> None:
