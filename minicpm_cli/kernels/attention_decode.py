@@ -105,7 +105,8 @@ class DecodeAttention:
         keys = cache.k.shape[2]
         if not attention_decode_cuda.worth(rows, heads, keys) or not attention_decode_cuda.supported(q, cache, half):
             return None
-        return attention_decode_cuda.choose(rows, heads, keys, history.longest, cache.scales is not None)
+        narrow = attention_decode_cuda.narrow(cache)
+        return attention_decode_cuda.choose(rows, heads, keys, history.longest, narrow)
 
     def _multi_head(
         self, q: Tensor, history: History, scale: float, turn: Turn | None, t: Tiling, overlaps: bool

@@ -5,17 +5,51 @@
 // c and c + 8, pieces j, j + 4, ..; of the values, tokens 2j, 2j + 1, 2j + 8, 2j + 9, pieces c, c + 8, .. Which element
 // of a head stands where in a product follows from that: both sides of q k^T are permuted alike, and columns of p v are
 // put back in place when they are sent. The loop has no barrier. At the end block r of the cluster puts together query
-// heads r, r + CLUSTER, .. of the group.
+// heads r, r + CLUSTER, .. of the group. 8-bit codes are multiplied as float16, weights with their scales 256 times
+// larger.
 
 enum { GROUP = HEADS / KEYS, TILES = (GROUP + 15) / 16, PARTS = CLUSTER * WARPS, OWNED = 16 / CLUSTER, UNIT = 16 };
-enum { NK = (PIECES + 3) / 4, NV = (PIECES + 7) / 8, CODED = KIND ? UNIT : 0 };
+enum { NK = (PIECES + 3) / 4, NV = (PIECES + 7) / 8, WORDS = EACH / 2, CODED = KIND ? UNIT : 0 };
 enum { STAGE = (2 * NK + 4 * NV) * 512, RING = STAGES * STAGE, WARP_BYTES = RING + STAGES * CODED * 4 };
 static_assert(PARTS <= 32 && HEADS % KEYS == 0 && 16 % CLUSTER == 0);
+constexpr bool F16 = KIND || FLOAT16;
+constexpr float LARGER = KIND ? 256.f : 1.f;
 
 struct Sums {  // of query heads c and c + 8: n-tile (i, e) holds elements (n + 8 i) * EACH + e, n = 2j, 2j + 1
     float top[2], total[2], mixed[NV][EACH][4];
 };
 typedef u32 Rows[NK][WORDS / 2][4];  // q as the left side of the products
+
+#define MULTIPLY(type)                                                                                       \
+    asm("mma.sync.aligned.m16n8k16.row.col.f32." type "." type                                               \
+        ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"                               \
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                                     \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
+__device__ __forceinline__ void multiply(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    if (F16)
+        MULTIPLY("f16");
+    else
+        MULTIPLY("bf16");
+}
+__device__ __forceinline__ u32 tile_pair(float a, float b) { return F16 ? f16_pair(a, b) : packed(a, b); }
+__device__ __forceinline__ void pairs(uint4 raw, u32 (&two)[WORDS]) {  // a piece's elements in twos, for a product
+    const u32 words[4] = {raw.x, raw.y, raw.z, raw.w};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        if (!KIND) {
+            two[i] = words[i];
+        } else if (KIND == 1) {
+            asm("{.reg .b16 a, b; mov.b32 {a, b}, %2; cvt.rn.f16x2.e4m3x2 %0, a; cvt.rn.f16x2.e4m3x2 %1, b;}"
+                : "=r"(two[2 * i % WORDS]), "=r"(two[(2 * i + 1) % WORDS])
+                : "r"(words[i]));
+        } else {  // code + 128, as the low byte of 1024 + code + 128
+            const u32 word = words[i] ^ 0x80808080u;
+            const u32 low = __byte_perm(word, 0x64646464u, 0x4140), high = __byte_perm(word, 0x64646464u, 0x4342);
+            asm("sub.f16x2 %0, %1, %2;" : "=r"(two[2 * i % WORDS]) : "r"(low), "r"(0x64806480u));
+            asm("sub.f16x2 %0, %1, %2;" : "=r"(two[(2 * i + 1) % WORDS]) : "r"(high), "r"(0x64806480u));
+        }
+    }
+}
 
 __device__ __forceinline__ void request(const Params &p, const Place &me, u8 *stage, u32 *coded, int unit, int older) {
     const int c = me.lane / 4, j = me.lane % 4, first = unit * UNIT;

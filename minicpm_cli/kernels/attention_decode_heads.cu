@@ -1,13 +1,15 @@
 // Decode attention where each query head has a key head of its own: bound by the reading of the cache alone.
 //
-// A warp takes every SUB-th of its block's steps of one head: WIDE threads a token, a piece each, SIDE tokens side by
-// side, DEPTH of them one after the other. Every side keeps a softmax of its own in registers; they meet once, at the
-// end: by shuffles within the warp, then in the shared memory of the first block of the cluster. The loop has no
-// barrier: a thread copies (cp.async) and reads only its own pieces of the ring. BLOCK: heads of a block.
+// A warp takes every SUB-th of its block's steps of ACROSS heads, which lie side by side in a token's row, so that it
+// reads 128 bytes or more in one place: WIDE threads for a token of a head, a piece each, SIDE tokens side by side, DEPTH
+// of them one after the other. Every side of a head keeps a softmax of its own in registers; they meet once, at the end:
+// by shuffles within the warp, then in the shared memory of the first block of the cluster. The loop has no barrier: a
+// thread copies (cp.async) and reads only its own pieces of the ring. BLOCK: warps of a block with heads of their own.
 
-enum { SIDE = 32 / WIDE, STEP = SIDE * DEPTH, SUB = WARPS / BLOCK, PARTS = CLUSTER * SUB, CODED = KIND ? STEP : 0 };
+enum { SIDE = 32 / WIDE / ACROSS, STEP = SIDE * DEPTH, SUB = WARPS / BLOCK, PARTS = CLUSTER * SUB };
+enum { CODED = KIND ? STEP * ACROSS : 0, OWNED = BLOCK * ACROSS };
 enum { RING = STAGES * DEPTH * 2 * 32 * 16, WARP_BYTES = RING + STAGES * CODED * 4 };
-static_assert(PARTS <= 32 && WARPS % BLOCK == 0 && HEADS % BLOCK == 0 && HEADS == KEYS);
+static_assert(PARTS <= 32 && WARPS % BLOCK == 0 && HEADS % OWNED == 0 && HEADS == KEYS && SIDE > 0);
 static_assert(!KIND || (PAGE % 2 == 0 && STEP % 2 == 0));
 
 struct Softmax {
@@ -27,9 +29,10 @@ __device__ __forceinline__ void request(const Params &p, const Place &me, u8 *st
     }
 #pragma unroll
     for (int i = me.lane; i < CODED; i += 32) {  // the scales of two tokens' keys or values
-        const int within = 2 * i % STEP, token = unit * STEP + within;
+        const int key = me.key - me.lane / WIDE % ACROSS + i / STEP, of = 2 * (i % STEP);
+        const int within = of % STEP, token = unit * STEP + within;
         const size_t slot = PAGE % STEP == 0 ? page + within : token < older ? slot_of(p, me.row, token) : 0;
-        copy_scales(p, me.key, coded + i, slot, 2 * i >= STEP, token < older);
+        copy_scales(p, key, coded + i, slot, of >= STEP, token < older);
     }
 }
 __device__ __forceinline__ void begin(
@@ -48,6 +51,7 @@ __device__ __forceinline__ void take(
     const Params &p, const Place &me, Softmax &s, const float (&q)[EACH], const u8 *stage, const u32 *coded, int left
 ) {
     float score[DEPTH], by[DEPTH], top = s.top;
+    coded += me.lane / WIDE % ACROSS * STEP;
 #pragma unroll
     for (int d = 0; d < DEPTH; d++) {
         float k[EACH], sum = 0.f;
@@ -81,13 +85,13 @@ __device__ __forceinline__ void take(
 __device__ __forceinline__ void gather_sides(Softmax &s) {
     float top = s.top;
 #pragma unroll
-    for (int o = WIDE; o < 32; o *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, o));
+    for (int o = WIDE * ACROSS; o < 32; o *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, o));
     const float fade = power(s.top - top);
     s.top = top, s.total *= fade;
 #pragma unroll
     for (int i = 0; i < EACH; i++) s.mixed[i] *= fade;
 #pragma unroll
-    for (int o = WIDE; o < 32; o *= 2) {
+    for (int o = WIDE * ACROSS; o < 32; o *= 2) {
         s.total += __shfl_xor_sync(~0u, s.total, o);
 #pragma unroll
         for (int i = 0; i < EACH; i++) s.mixed[i] += __shfl_xor_sync(~0u, s.mixed[i], o);
@@ -119,22 +123,23 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CLUSTER > 1 ? 1 : 640 /
     extern __shared__ __align__(16) u8 shared[];
     asm volatile("griddepcontrol.launch_dependents;");
     const int warp = threadIdx.x / 32, rank = blockIdx.x % CLUSTER, block = blockIdx.x / CLUSTER;
-    const int own = warp % BLOCK, sub = warp / BLOCK;
+    const int sub = warp / BLOCK, head = warp % BLOCK * ACROSS;  // the warp's first in the block
     Place me;
-    me.row = block / (HEADS / BLOCK), me.key = block % (HEADS / BLOCK) * BLOCK + own;
-    me.lane = threadIdx.x % 32, me.piece = me.lane % WIDE, me.side = me.lane / WIDE, me.inside = me.piece < PIECES;
+    me.lane = threadIdx.x % 32, me.piece = me.lane % WIDE, me.inside = me.piece < PIECES;
+    const int other = me.lane / WIDE % ACROSS, key = block % (HEADS / OWNED) * OWNED + head;
+    me.row = block / (HEADS / OWNED), me.key = key + other, me.side = me.lane / WIDE / ACROSS;
 
     const int older = __ldg(p.lengths + me.row) - 1, units = (older + STEP - 1) / STEP;
     const int each = max((units + CLUSTER - 1) / CLUSTER, 1), last = min((rank + 1) * each, units);
     const int count = max((units + each - 1) / each, 1) * SUB;  // parts of a head
     if (CLUSTER > 1) {
-        if (rank == 0 && threadIdx.x == 0) expect(shared, count * BLOCK * ROW * 4);
+        if (rank == 0 && threadIdx.x == 0) expect(shared, count * OWNED * ROW * 4);
         asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
         if (rank > 0 && rank * each >= units) return;
     }
     u8 *ring = shared + BARRIER + warp * WARP_BYTES;
     u32 *coded = (u32 *)(ring + RING);
-    float *parts = (float *)(shared + BARRIER + WARPS * WARP_BYTES) + own * PARTS * ROW;
+    float *parts = (float *)(shared + BARRIER + WARPS * WARP_BYTES) + head * PARTS * ROW;
     int asked = rank * each + sub;
 #pragma unroll
     for (int i = 0; i < STAGES - 1; i++, asked += SUB) {
@@ -172,9 +177,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CLUSTER > 1 ? 1 : 640 /
     gather_sides(s);
     if (PARTS == 1) return write(p, me, s);
     if (CLUSTER > 1) asm volatile("barrier.cluster.wait;" ::: "memory");  // the first block's barrier is there
-    put(me, s, parts + (rank * SUB + sub) * ROW, shared);
+    put(me, s, parts + (other * PARTS + rank * SUB + sub) * ROW, shared);
     if (CLUSTER == 1) __syncthreads();
     if (rank > 0 || sub > 0) return;
     if (CLUSTER > 1) await(shared);
-    finish(p, me.row, me.key, parts, ROW, count);
+#pragma unroll
+    for (int i = 0; i < ACROSS; i++) finish(p, me.row, key + i, parts + i * PARTS * ROW, ROW, count);
 }

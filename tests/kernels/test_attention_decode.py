@@ -12,6 +12,7 @@ from quant.kernels import targets
 
 attention_decode = pytest.importorskip("minicpm_cli.kernels.attention_decode")
 attention_decode_cuda = pytest.importorskip("minicpm_cli.kernels.attention_decode_cuda")
+Cut = attention_decode_cuda.Cut
 
 PAGE = 16
 LENGTHS = (1, 15, 16, 17, 300)
@@ -155,16 +156,33 @@ def test_any_number_of_splits(splits: int, kernel_device: str) -> None:
 def test_hopper_kernels(
     heads: int, keys: int, width: int, block: int, cluster: int, depth: int, stages: int, cached: torch.dtype
 ) -> None:
-    cut = attention_decode.Cut(block, cluster, 4, depth, stages)
+    cut = Cut(block, cluster, 4, depth, stages)
     dtype = torch.float16 if cached == torch.float16 else torch.bfloat16
     assert attend(heads, keys, width, dtype, "cuda", cached=cached, tiling=cut) < TOLERANCE[dtype]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cached", [torch.bfloat16, torch.float8_e4m3fn, torch.int8])
+@pytest.mark.parametrize(
+    ("heads", "width", "cut"),
+    [
+        (4, 64, Cut(across=2)),
+        (8, 64, Cut(across=4, block=2, depth=1)),
+        (4, 64, Cut(across=4, cluster=8, depth=4, stages=3)),
+        (6, 80, Cut(across=2, cluster=2, depth=4, stages=3)),
+        (6, 128, Cut(across=2, block=1, depth=2)),
+    ],
+)
+def test_several_heads_of_a_warp(heads: int, width: int, cut: attention_decode_cuda.Cut, cached: torch.dtype) -> None:
+    found = attend(heads, heads, width, torch.bfloat16, "cuda", cached=cached, tiling=cut)
+    assert found < TOLERANCE[torch.bfloat16]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("page", [8, 32])
 @pytest.mark.parametrize(("heads", "cached"), [(4, torch.bfloat16), (4, torch.float8_e4m3fn), (12, torch.int8)])
 def test_hopper_kernels_on_other_pages(heads: int, cached: torch.dtype, page: int) -> None:
-    cut = attention_decode.Cut(1, 2, 4, 4, 3)
+    cut = Cut(1, 2, 4, 4, 3)
     assert attend(heads, 4, 64, torch.bfloat16, "cuda", cached=cached, page=page, tiling=cut) < 1e-2
 
 
@@ -174,7 +192,7 @@ def test_hopper_kernels_on_other_pages(heads: int, cached: torch.dtype, page: in
 def test_every_choice_fits_a_block(width: int, heads: int, keys: int, coded: bool) -> None:
     for rows in (1, 2, 4, 8, 16, 32, 64, 200):
         for longest in (512, 4096, 131072):
-            cut = attention_decode_cuda.choose(rows, heads, keys, longest, coded)
+            cut = attention_decode_cuda.choose(rows, heads, keys, longest, coded and width < 128)
             form = attention_decode_cuda.Form(width, heads, keys, PAGE, int(coded), False, 0, cut)
             assert form.shared_bytes <= targets.SHARED_BYTES
             assert heads % cut.block == 0
