@@ -50,9 +50,14 @@ def names(chat: Chat, typed: str) -> Iterable[str]:
 
 
 def sessions(chat: Chat, argument: str) -> None:
-    for summary in chat.sessions.summaries():
+    from rich.cells import cell_len
+
+    found = chat.sessions.summaries()
+    width = max((cell_len(summary.name) for summary in found), default=0)
+    for summary in found:
         here = "*" if summary.name == chat.name else " "
-        chat.terminal.line(f"{here} {summary.line()}")
+        space = " " * (width - cell_len(summary.name) + 2)
+        chat.terminal.line(f"{here} {summary.name}{space}{summary.told()}")
     chat.terminal.line(f"in {chat.sessions.folder}")
 
 

@@ -102,9 +102,9 @@ class Summary:
     questions: int = 0
     first: str = "(not readable)"
 
-    def line(self) -> str:
+    def told(self) -> str:
         count = f"{self.questions} question{'' if self.questions == 1 else 's'}"
-        return f"{self.name}  {_ago(self.seconds)}, {count}: {self.first}"
+        return f"{_ago(self.seconds)}, {count}: {self.first}"
 
 
 @dataclass(frozen=True, slots=True)

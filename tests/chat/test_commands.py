@@ -214,7 +214,7 @@ def test_save_and_load(make: Make, tmp_path: Path) -> None:
     commands.run(chat, "/sessions")
     shown = told(chat)
     assert f"* {chat.name}  now, 1 question: one" in shown
-    assert "  other  now, 2 questions: one" in shown
+    assert f"  {'other':<{len(chat.name)}}  now, 2 questions: one" in shown
     with pytest.raises(FileError, match="no session 'missing'"):
         commands.run(chat, "/load missing")
 

@@ -254,6 +254,6 @@ def test_a_list_of_sessions_says_what_they_are_about(tmp_path: Path) -> None:
     sessions.open("a").add(Message("user", "How\nare  you? " * 9))
     sessions.path("b").write_text("{bad\n{}\n")
     os.utime(sessions.path("a"), (0, 1))
-    first, second = (summary.line() for summary in sessions.summaries())
+    first, second = (f"{summary.name}  {summary.told()}" for summary in sessions.summaries())
     assert first == "b  now, 0 questions: (not readable)"
     assert second.endswith("days ago, 1 question: How are you? How are you? How are you? H")
