@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 
 from fakes import FakeLLM
+from minicpm_cli.chat.terminal import Terminal
+from minicpm_cli.cli import exit_code, opening
+from minicpm_cli.cli.runtime import Runtime
+from minicpm_cli.settings import Settings
 from minicpm_cli.types import Message, Request
 
 
@@ -190,10 +195,6 @@ def test_nothing_is_kept_of_a_failed_run(cli, home: Path) -> None:
 
 
 def test_the_demo_is_announced_only_where_nobody_chose(cli, monkeypatch) -> None:
-    from minicpm_cli.chat.terminal import Terminal
-    from minicpm_cli.cli import opening
-    from minicpm_cli.settings import Settings
-
     said: list[str] = []
     monkeypatch.setattr(Terminal, "note", lambda self, text: said.append(text))
     terminal = Terminal(None, None)  # type: ignore[arg-type]
@@ -214,6 +215,21 @@ def test_notes_of_the_model_are_said_once_and_not_when_quiet(cli) -> None:
     llm = FakeLLM(notes=("trained sparse",))
     assert cli("run", "hi", llm=llm).err == "minicpm: trained sparse\n"
     assert cli("run", "-q", "hi", llm=llm).err == ""
+
+
+def test_one_request_gets_one_seat_unless_the_user_says_otherwise(home: Path, monkeypatch) -> None:
+    seats: list[int | None] = []
+
+    def opened(settings: Settings, terminal: Terminal) -> FakeLLM:
+        seats.append(settings.options.max_seqs)
+        return FakeLLM()
+
+    monkeypatch.setattr(sys, "stdin", None)
+    exit_code(("run", "hi"), Runtime(open_llm=opened))
+    exit_code(("run", "--max-seqs", "3", "hi"), Runtime(open_llm=opened))
+    monkeypatch.setenv("MINICPM_MAX_SEQS", "auto")
+    exit_code(("run", "hi"), Runtime(open_llm=opened))
+    assert seats == [1, 3, None]
 
 
 def test_the_model_is_closed_in_every_case(cli) -> None:
