@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Generator
 from dataclasses import replace
 
@@ -17,8 +18,8 @@ from minicpm_cli.errors import FileError, RequestError
 class PendingRows:
     """Rows of our shard that no earlier run has finished; `skipped` counts the others. One thread at a time.
 
-    A line that cannot be run is a row with an error, and so is one whose id a stream repeats. Raises FileError when
-    the input has become shorter than it was when it was scanned.
+    A line that cannot be run is a row with an error, and so is one whose id a stream repeats. Raises FileError at the
+    end of an input that is no longer what it was when it was scanned.
     """
 
     def __init__(self, options: BatchOptions, job: Job) -> None:
@@ -42,9 +43,12 @@ class PendingRows:
 
     def _rows(self) -> Generator[Row]:
         kind: Kind = "simple"
-        end, size = 0, None if self._job.scan is None else self._job.scan.size
+        scan, end, digest = self._job.scan, 0, hashlib.sha256()
+        size = None if scan is None else scan.size
         for number, (offset, raw) in enumerate(raw_lines(self._job.source, size), 1):
             end = offset + len(raw)
+            if scan is not None:
+                digest.update(raw)
             line = trimmed(number, offset, raw)
             if line is None:
                 continue
@@ -54,10 +58,11 @@ class PendingRows:
                 row = _first_of_its_id(row, self._seen)
             if in_shard(number, self._options.shard):
                 yield row
-        if size is not None and end < size:
+        if scan is not None and (end, digest.hexdigest()) != (scan.size, scan.sha256):
+            what = "changed" if end == scan.size else f"cut to {end} of {scan.size} bytes"
             raise FileError(
-                f"{self._options.input} had {size} bytes when it was checked and ended at byte {end}: something cut it "
-                "while it was read. Put it back and run the same command again."
+                f"{self._options.input} was {what} while it was read. Put it back and run the same command again, or "
+                "start again with --overwrite."
             )
 
 

@@ -135,9 +135,8 @@ class BatchSummary:
             f"{self.seconds:,.1f} s{memory}.",
         ]
         if self.exit_code and self.output != "-":
-            before = f", {self.earlier_errors:,} of them from earlier runs" if self.earlier_errors else ""
-            said.append(
-                f"{self.failed + self.earlier_errors:,} failed rows are in {self.output}{before}; "
-                "--retry-errors runs them again."
-            )
+            before = f", {self.earlier_errors:,} from earlier runs" if self.earlier_errors else ""
+            count = self.failed + self.earlier_errors
+            found = "1 failed row is" if count == 1 else f"{count:,} failed rows are"
+            said.append(f"{found} in {self.output}{before}; --retry-errors runs what failed again.")
         return said

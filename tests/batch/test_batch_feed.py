@@ -21,7 +21,7 @@ from minicpm_cli.batch import rows as rows_module
 from minicpm_cli.batch.feed import Feed
 from minicpm_cli.batch.records import Row
 from minicpm_cli.batch.window import PrefixWindow, Ready
-from minicpm_cli.errors import FileError, Interrupted, RequestError
+from minicpm_cli.errors import FileError, Interrupted, RequestError, UsageError
 from minicpm_cli.types import Request
 
 
@@ -156,12 +156,28 @@ def test_an_input_that_is_cut_while_it_is_read(tmp_path: Path, out: Path) -> Non
             os.truncate(source, 1_200_000)
         return "ok"
 
-    with pytest.raises(FileError, match="something cut it"):
+    with pytest.raises(FileError, match=r"was cut to \d+ of \d+ bytes while it was read"):
         run(source, out, FakeLLM(answer=answer))
     assert 500 < len(rows(out)) < 1200
     source.write_bytes(whole)
     run(source, out, retry_errors=True)
     assert sorted(row["id"] for row in rows(out)) == list(range(2000))
+
+
+def test_an_input_that_is_changed_while_it_is_read(tmp_path: Path, out: Path) -> None:
+    source = write_lines(tmp_path / "in", ({"id": i, "prompt": "x" * 1000} for i in range(2000)))
+
+    def answer(request: Request) -> str:
+        if request.id == "1":
+            with open(source, "r+b") as file:
+                file.seek(-4, os.SEEK_END)
+                file.write(b"y")
+        return "ok"
+
+    with pytest.raises(FileError, match="was changed while it was read"):
+        run(source, out, FakeLLM(answer=answer))
+    with pytest.raises(UsageError, match="no longer the same"):
+        run(source, out)
 
 
 def test_the_window_is_all_that_is_held(tmp_path: Path, out: Path) -> None:
