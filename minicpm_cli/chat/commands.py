@@ -6,17 +6,30 @@ import difflib
 import re
 import shutil
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from minicpm_cli.chat import about, files, past, tuning
 from minicpm_cli.chat.chat import Chat
 from minicpm_cli.errors import UsageError
 
 _WORD = re.compile(r"/[A-Za-z?][\w-]*(?=\s|$)|/\?(?=\s|$)")
+_HABITS: Mapping[str, str] = MappingProxyType(
+    {
+        "/?": "/help",
+        "/bye": "/exit",
+        "/quit": "/exit",
+        "/clear": "/reset",
+        "/regen": "/retry",
+        "/read": "/file",
+        "/show": "/stats",
+    }
+)  # names that other programs have for the same
 _KEYS = (
     "Enter sends; Alt-Enter or a \\ at the end begins a new line; Tab completes; Up and Ctrl-R find what was typed "
-    "before; Ctrl-G opens $EDITOR; Ctrl-C stops a reply; //text is a question that begins with /."
+    "before; Ctrl-G opens $EDITOR; Ctrl-C stops a reply; //text is a question that begins with /. From other programs, "
+    "these work, too: /? /bye /quit /clear /regen /read /show."
 )
 
 
@@ -60,6 +73,7 @@ def run(chat: Chat, line: str) -> None:
 
 
 def find(name: str) -> Command | None:
+    name = _HABITS.get(name, name)
     return next((command for command in COMMANDS if command.name == name), None)
 
 
@@ -133,7 +147,11 @@ COMMANDS: tuple[Command, ...] = (
     ),
     Command("/reset", "start over; the system prompt stays", past.reset),
     Command(
-        "/save [-f] [NAME|FILE]", "write the conversation to another session or file", files.save, files.names, True
+        "/save [-f] [NAME|FILE]",
+        "write the conversation to another session or file; to a .md file as text",
+        files.save,
+        files.names,
+        True,
     ),
     Command("/load NAME|FILE", "go on with a saved conversation; this one is kept", files.load, files.names, True),
     Command("/sessions", "list the saved conversations, newest first", files.sessions),

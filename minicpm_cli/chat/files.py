@@ -10,6 +10,7 @@ from pathlib import Path
 from minicpm_cli.chat.attach import path_of, quoted, read_text
 from minicpm_cli.chat.chat import Chat
 from minicpm_cli.chat.clipboard import copy as to_clipboard
+from minicpm_cli.chat.conversation import Messages
 from minicpm_cli.chat.markdown import last_code_block
 from minicpm_cli.chat.overflow import without
 from minicpm_cli.chat.sessions import SUFFIX, Transcript
@@ -17,6 +18,7 @@ from minicpm_cli.errors import ContextOverflow, FileError, UsageError
 from minicpm_cli.types import Message
 
 _FORCE = "-f"
+_TO_READ = (".md", ".txt")  # files for people, which /load does not take
 
 
 def save(chat: Chat, argument: str) -> None:
@@ -24,7 +26,10 @@ def save(chat: Chat, argument: str) -> None:
     path = _target(chat, argument)
     if os.path.exists(path) and not force and not _is_older(chat, path):
         raise UsageError(f"{path} is there already, with another conversation: /save -f {argument} replaces it")
-    Transcript(path).rewrite(chat.conversation.turns)
+    if path.suffix in _TO_READ:
+        _write(path, _as_markdown(chat.conversation.messages), force=True)
+    else:
+        Transcript(path).rewrite(chat.conversation.turns)
     chat.terminal.line(f"saved {len(chat.conversation.turns)} messages to {path}")
 
 
@@ -154,6 +159,10 @@ def _tokens(chat: Chat, attached: list[tuple[str, str]]) -> int:
     text = "\n\n".join(quoted(name, body) for name, body in attached)
     both = (chat.count((*before, Message("user", said))) for said in (text, ""))
     return next(both) - next(both)
+
+
+def _as_markdown(messages: Messages) -> str:
+    return "\n\n".join(f"## {message.role}\n\n{message.content.strip()}" for message in messages)
 
 
 def _write(path: Path, text: str, *, force: bool) -> None:

@@ -50,8 +50,11 @@ def fitting(parts: list[str], columns: int) -> str:
     """As many parts as a row of `columns` holds; the first is cut when not even it fits."""
     row = ""
     for part in parts:
-        longer = f"{row} · {part}" if row else f" {neutral(part)}"
+        longer = f"{row} · {neutral(part)}" if row else f" {neutral(part)}"
         if get_cwidth(longer) > columns:
             break
         row = longer
-    return row or neutral(parts[0])[:columns]
+    row = row or neutral(parts[0])
+    while get_cwidth(row) > columns:
+        row = row[:-1]
+    return row

@@ -219,6 +219,29 @@ def test_save_and_load(make: Make, tmp_path: Path) -> None:
         commands.run(chat, "/load missing")
 
 
+def test_a_conversation_is_saved_as_text_to_read(make: Make, tmp_path: Path) -> None:
+    chat = make()
+    chat.conversation.set_system("brief")
+    chat.say("one")
+    path = tmp_path / "talk.md"
+    commands.run(chat, f"/save {path}")
+    assert path.read_text() == "## system\n\nbrief\n\n## user\n\none\n\n## assistant\n\nYou said: one\n"
+    assert path.stat().st_mode & 0o777 == 0o600
+    with pytest.raises(UsageError, match="/save -f"):
+        commands.run(chat, f"/save {path}")
+    commands.run(chat, f"/save -f {path}")
+
+
+@pytest.mark.parametrize("habit", ["/?", "/clear", "/regen", "/show", "/read -"])
+def test_names_of_other_programs_work(make: Make, habit: str) -> None:
+    chat = make()
+    chat.say("one")
+    commands.run(chat, habit)
+    for bye in ("/bye", "/quit"):
+        with pytest.raises(commands.Leave):
+            commands.run(chat, bye)
+
+
 def test_another_conversation_is_not_written_over(make: Make) -> None:
     chat = make()
     chat.say("one")

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from minicpm_cli.chat import keyboard
-from minicpm_cli.chat.keyboard import unechoed
+from minicpm_cli.chat.keyboard import echoed, unechoed
 
 termios = pytest.importorskip("termios")
 
@@ -21,6 +21,9 @@ def test_nothing_is_echoed_within_and_the_old_way_is_restored(monkeypatch: pytes
         monkeypatch.setattr(keyboard.os, "tcgetpgrp", lambda number: os.getpgrp())
         before = termios.tcgetattr(theirs)
         with unechoed():
+            assert not termios.tcgetattr(theirs)[3] & termios.ECHO
+            with echoed():  # for an editor
+                assert termios.tcgetattr(theirs)[3] & termios.ECHO
             assert not termios.tcgetattr(theirs)[3] & termios.ECHO
         assert termios.tcgetattr(theirs) == before
     finally:
