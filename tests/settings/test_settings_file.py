@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minicpm_cli import toml_edit
@@ -153,6 +153,7 @@ values = st.one_of(
 )
 
 
+@settings(deadline=None, derandomize=True)
 @given(values)
 def test_every_value_reads_back(value: Any) -> None:
     assert tomllib.loads(f"x = {literal(value)}")["x"] == value
@@ -166,6 +167,7 @@ tables = st.dictionaries(
 )
 
 
+@settings(deadline=None, derandomize=True)
 @given(tables, st.sampled_from([(), ("profiles", "a")]), st.sampled_from(["ctx", "top_p"]), values)
 def test_any_file_is_edited_or_refused(written: Any, table: tuple[str, ...], key: str, value: Any) -> None:
     text = ""
