@@ -19,6 +19,7 @@ from quant.layers.around import Gate
 
 SOURCE = Path(__file__).with_name("rows.cu")
 INSTRUCTIONS = Path(__file__).with_name("rows_ptx.cu")
+COMMON = Path(__file__).with_name("rows_common.cu")
 STAGE = 128  # columns
 PROCESSOR_BYTES = 228 << 10
 BLOCK_BYTES = 110 << 10  # that it is given, so that another finds room beside it
@@ -73,8 +74,8 @@ class Form:
 
     @property
     def options(self) -> tuple[str, ...]:
-        names = ("BITS", "HALF", "SCALE", "KIND", "RUN", "NT", "WG", "PARTS", "DEPTH", "GATE", "EXPERTS")
-        return tuple(f"-D{name}={int(value)}" for name, value in zip(names, astuple(self), strict=True))
+        names = ("BITS", "HALF", "SCALE", "KIND", "RUN", "NT", "WG", "PARTS", "DEPTH", "GATE", "EXPERTS", "CHUNKS")
+        return tuple(f"-D{name}={int(value)}" for name, value in zip(names, (*astuple(self), 1), strict=True))
 
     @property
     def rows(self) -> int:
@@ -94,23 +95,33 @@ class Form:
 
 
 def source(form: Form) -> str:
-    """The kernel behind the one instruction whose operands are as many as the form says."""
-    n, kind = form.batch // 2, "f16" if form.half else "bf16"
+    return text(form.batch, form.half, SOURCE)
+
+
+def text(batch: int, half: bool, kernel: Path) -> str:
+    """A kernel behind the instructions whose operands are as many as the rows of x in a block."""
+    n, kind = batch // 2, "f16" if half else "bf16"
     sums, a = ", ".join(f"%{i}" for i in range(n)), ", ".join(f"%{n + i}" for i in range(4))
     operands = ", ".join(f'"+f"(d[{i}])' for i in range(n))
-    instruction = f"wgmma.mma_async.sync.aligned.m64n{form.batch}k16.f32.{kind}.{kind}"
+    instruction = f"wgmma.mma_async.sync.aligned.m64n{batch}k16.f32.{kind}.{kind}"
+    predicate = "{\\n.reg .pred p;\\nsetp.eq.u32 p, 1, 1;\\n"
     lines = (
         "typedef unsigned int u32;",
         "typedef unsigned short u16;",
         "typedef unsigned char u8;",
         "typedef unsigned long long u64;",
         f"__device__ __forceinline__ void multiply(float (&d)[{n}], u32 a0, u32 a1, u32 a2, u32 a3, u64 x) {{",
-        '    asm volatile("{\\n.reg .pred p;\\nsetp.eq.u32 p, 1, 1;\\n"',
+        f'    asm volatile("{predicate}"',
         f'                 "{instruction} {{{sums}}}, {{{a}}}, %{n + 4}, p, 1, 1, 0;\\n}}"',
         f'                 : {operands} : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(x));',
         "}",
+        f"__device__ __forceinline__ void multiply_shared(float (&d)[{n}], u64 w, u64 x) {{",
+        f'    asm volatile("{predicate}"',
+        f'                 "{instruction} {{{sums}}}, %{n}, %{n + 1}, p, 1, 1, 0, 0;\\n}}"',
+        f'                 : {operands} : "l"(w), "l"(x));',
+        "}",
     )
-    return "\n".join(lines) + "\n" + INSTRUCTIONS.read_text() + SOURCE.read_text()
+    return "\n".join(lines) + "\n" + "".join(part.read_text() for part in (INSTRUCTIONS, COMMON, kernel))
 
 
 @functools.cache

@@ -82,6 +82,12 @@ __device__ __forceinline__ float4 read_sums(u32 at, int rank) {  // of the clust
                  : "memory");
     return v;
 }
+__device__ __forceinline__ float read_sum(u32 at, int rank) {
+    float v;
+    if (PARTS > 1) asm("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(at) : "r"(rank));
+    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(at) : "memory");
+    return v;
+}
 __device__ __forceinline__ void fence_multiply() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void close_multiply() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int LATER> __device__ __forceinline__ void await_multiply() {
@@ -91,3 +97,37 @@ __device__ __forceinline__ void settle(float &sum) { asm volatile("" : "+f"(sum)
 __device__ __forceinline__ void meet_cluster() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
+
+// Copies of boxes by the copy engine and the barriers that count their bytes, for rows_bulk.cu.
+__device__ __forceinline__ void begin_barrier(u32 at, int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(at), "r"(arrivals) : "memory");
+}
+__device__ __forceinline__ void show_barriers() {
+    asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
+}
+__device__ __forceinline__ void expect_bytes(u32 at, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void await_barrier(u32 at, int parity) {
+    asm volatile(
+        "{\n.reg .pred p;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@!p bra again;\n}" ::"r"(at),
+        "r"(parity)
+        : "memory");
+}
+__device__ __forceinline__ void arrive(u32 at) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(at) : "memory");
+}
+__device__ __forceinline__ void load_box(u32 to, const void *map, int column, int row, u32 barrier) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::
+                     "r"(to), "l"(map), "r"(column), "r"(row), "r"(barrier)
+                 : "memory");
+}
+// A box of eight rows, chunks of columns, and groups of eight rows.
+__device__ __forceinline__ void load_chunks(u32 to, const void *map, int chunk, int group, u32 barrier) {
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+                 "[%0], [%1, {%2, %2, %3, %4}], [%5];" ::"r"(to), "l"(map), "r"(0), "r"(chunk), "r"(group), "r"(barrier)
+                 : "memory");
+}
+__device__ __forceinline__ void meet_warp() { __syncwarp(); }
+__device__ __forceinline__ void meet_block() { __syncthreads(); }
+__device__ __forceinline__ void meet_workers() { asm volatile("bar.sync 1, %0;" ::"n"(128 * WG) : "memory"); }

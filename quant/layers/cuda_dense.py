@@ -1,4 +1,5 @@
-"""Plain weights on CUDA: a kernel of our own for a few rows, with what is around the product; cuBLAS for more."""
+"""Plain weights on CUDA: a kernel of our own for a few rows, with what is around the product; another for a batch, and
+cuBLAS where that is faster."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from quant.kernels import rows_bulk
 from quant.kernels.gemv import MOST_ROWS, Gemv
 from quant.layers.around import Gate, Norm
 from quant.layers.plain import whole_rows
@@ -21,6 +23,8 @@ class CUDADense:
         self.out_features = weight.shape[0]
         self.fused_rows = MOST_ROWS
         self.gemv = Gemv(weight, weight.dtype, folder)
+        self.rows = rows_bulk.Product(weight, weight.dtype, folder)
+        self.batch_rows = rows_bulk.most_rows(weight) if rows_bulk.supported(weight, weight.dtype) else 0
 
     @property
     def nbytes(self) -> int:
@@ -29,6 +33,8 @@ class CUDADense:
     def __call__(self, x: Tensor) -> Tensor:  # [T, K]
         if 0 < len(x) <= MOST_ROWS:
             return self.gemv(x)
+        if 0 < len(x) <= self.batch_rows:
+            return self.rows(x)
         return functional.linear(x, self.whole)[:, : self.out_features]
 
     def fused(
@@ -48,6 +54,8 @@ class CUDADense:
         """onto + alpha * W @ x for any number of rows; with `inplace`, `onto` may be overwritten by it."""
         if 0 < len(x) <= MOST_ROWS:
             return self.gemv(x, onto=onto, alpha=alpha)
+        if 0 < len(x) <= self.batch_rows:
+            return self.rows(x, onto, alpha, onto if inplace else None)
         return torch.addmm(onto, x, self.weight.T, alpha=alpha, out=onto if inplace else None)
 
     def dequantize(self) -> Tensor:

@@ -30,7 +30,8 @@ class CUDAInt:
         self.gemv = gemv.Gemv(packed, dtype, folder) if fits else None
         self.fused_rows = gemv.MOST_ROWS if fits else 0
         self.dequantize = Dequantizer(packed, dtype, folder)
-        self.packed_rows = PACKED_ROWS if int_rows.supported(packed, dtype) else 0
+        self.rows = int_rows.IntRows(packed, dtype, folder) if int_rows.supported(packed, dtype) else None
+        self.packed_rows = PACKED_ROWS
 
     def over(self, packed: DeviceInt) -> CUDAInt:
         """The same kind of layer over other weights."""
@@ -43,8 +44,8 @@ class CUDAInt:
     def __call__(self, x: Tensor) -> Tensor:  # [T, K]
         if self.gemv and 0 < len(x) <= self.fused_rows:
             return self.gemv(x)
-        if 0 < len(x) <= self.packed_rows:
-            return int_rows.product(x, self.packed, folder=self.folder)
+        if self.rows and 0 < len(x) <= self.packed_rows:
+            return self.rows(x)
         return functional.linear(x, self.dequantize())
 
     def fused(
@@ -65,6 +66,6 @@ class CUDAInt:
         """onto + alpha * W @ x for any number of rows; with `inplace`, `onto` may be overwritten by it."""
         if self.gemv and 0 < len(x) <= self.fused_rows:
             return self.gemv(x, onto=onto, alpha=alpha)
-        if 0 < len(x) <= self.packed_rows:
-            return int_rows.product(x, self.packed, onto, alpha, self.folder)
+        if self.rows and 0 < len(x) <= self.packed_rows:
+            return self.rows(x, onto, alpha, onto if inplace else None)
         return torch.addmm(onto, x, self.dequantize().T, alpha=alpha, out=onto if inplace else None)

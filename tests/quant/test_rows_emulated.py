@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import shutil
+import struct
 import subprocess
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,8 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from quant.kernels import rows_bulk
 from quant.kernels.layout import DeviceInt
-from quant.kernels.rows_cuda import SOURCE, Around, Form, Parameters, fill, form_of
+from quant.kernels.rows_cuda import COMMON, SOURCE, Around, Form, Parameters, fill, form_of
 from quant.layers.around import Gate
 from steps import relative_error
 
@@ -22,7 +24,7 @@ EMULATOR = Path(__file__).with_name("rows_emulator.cpp")
 # Scales, weights and results are rounded to the activations' type.
 BOUND = {torch.bfloat16: 5e-3, torch.float16: 8e-4}
 BF16, F16 = BOUND
-Emulate = Callable[[Form], ctypes.CDLL]
+Emulate = Callable[[Form | rows_bulk.Form], ctypes.CDLL]
 
 
 @pytest.fixture(scope="module")
@@ -30,12 +32,14 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> Emulate:
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("no g++ to compile the emulated kernel")
-    folder, libraries = tmp_path_factory.mktemp("rows"), dict[Form, ctypes.CDLL]()
+    folder, libraries = tmp_path_factory.mktemp("rows"), dict[Form | rows_bulk.Form, ctypes.CDLL]()
 
-    def library(form: Form) -> ctypes.CDLL:
+    def library(form: Form | rows_bulk.Form) -> ctypes.CDLL:
         if form not in libraries:
             to = folder / f"{len(libraries)}.so"
-            options = ["-O1", "-std=c++17", "-shared", "-fPIC", "-w", f'-DKERNEL="{SOURCE}"', *form.options]
+            kernel = SOURCE if isinstance(form, Form) else rows_bulk.SOURCE
+            options = ["-O1", "-std=c++17", "-shared", "-fPIC", "-w", f'-DKERNEL="{kernel}"']
+            options += [f'-DCOMMON="{COMMON}"', *form.options]
             subprocess.run([compiler, *options, "-o", str(to), str(EMULATOR)], check=True)
             libraries[form] = ctypes.CDLL(str(to))
         return libraries[form]
@@ -55,7 +59,7 @@ def packed(n: int, k: int, bits: int, group: int, kind: str) -> DeviceInt:
 def run(library: ctypes.CDLL, form: Form, x: Tensor, w: DeviceInt, out: Tensor, batches: int, around: Around) -> Tensor:
     p = Parameters()
     blocks = fill(p, form, x, w, out, batches, around)
-    used = library.emulate(ctypes.byref(p), blocks)
+    used = library.emulate(ctypes.byref(p), blocks, 0)
     assert 0 < used <= form.shared_bytes(w.K)
     return out
 
@@ -106,3 +110,41 @@ def test_experts_take_their_own_tokens(emulated):
         [gate(weights[e] @ x[i // active].double()) for e, i in zip(experts, order.tolist(), strict=True)]
     )
     assert relative_error(out, ref) < BOUND[BF16]
+
+
+def as_emulated(m: rows_bulk.Map) -> bytes:
+    """A map as the emulator reads it: in four dimensions."""
+    sizes, strides, box = (
+        (*given, *[filler] * (n - len(given)))
+        for given, filler, n in ((m.sizes, 1, 4), (m.strides, 0, 3), (m.box, 1, 4))
+    )
+    numbers = m.address, *sizes, *strides, *box, m.number, m.swizzle
+    return struct.pack("<8Q6I", *numbers).ljust(rows_bulk.MAP_BYTES, b"\0")
+
+
+@pytest.mark.parametrize(
+    ("rows", "n", "k", "bits", "group", "kind", "dtype", "shape", "early"),
+    [
+        (10, 66, 288, 4, 32, "zero", BF16, (16, 1, 1, 2), 1),
+        (5, 132, 544, 4, 32, "shift", BF16, (8, 2, 2, 2), 0),
+        (5, 65, 384, 4, 384, "sym", F16, (16, 1, 2, 2), 1),
+        (9, 65, 320, 8, 64, "zero", BF16, (8, 1, 1, 2), 0),
+        (9, 70, 136, 16, 0, "", BF16, (8, 1, 1, 2), 0),
+        (9, 195, 328, 16, 0, "", BF16, (16, 1, 2, 2), 1),
+        (5, 130, 456, 16, 0, "", F16, (8, 2, 3, 4), 0),
+        (25, 72, 192, 16, 0, "", BF16, (32, 1, 1, 2, 2), 0),
+        (5, 136, 448, 16, 0, "", BF16, (8, 2, 1, 2, 4), 1),
+    ],
+)
+def test_products_by_the_copy_engine(emulated, rows, n, k, bits, group, kind, dtype, shape, early):
+    """Boxes that come as late, or as early, as they may."""
+    g = torch.Generator().manual_seed(0)
+    w = packed(n, k, bits, group, kind) if bits < 16 else torch.randn(n, k, generator=g).to(dtype)
+    x, onto = torch.randn(rows, k + 8, generator=g).to(dtype)[:, :k], torch.randn(rows, n, generator=g).to(dtype)
+    form, out = rows_bulk.form_of(w, dtype, *shape), torch.full_like(onto, torch.nan)
+    p = rows_bulk.parameters(form, w, as_emulated)
+    rows_bulk.set_call(p, form, x, out, onto, 0.5, as_emulated)
+    used = emulated(form).emulate(ctypes.byref(p), form.blocks(n, rows), early)
+    assert 0 < used <= form.shared_bytes(k)
+    weights = w.double() if isinstance(w, Tensor) else w.dequantize(torch.float64)
+    assert relative_error(out, onto.double() + 0.5 * (x.double() @ weights.T)) < BOUND[dtype]
