@@ -108,15 +108,28 @@ WORD = [
 WORD += ["\n```\nw%d = 1\n", "\n```\n", "\n| w%d | w%d |\n|-|-|\n", "\n| w%d | w%d |\n", "中文w%d中文，", "w%d👨‍👩‍👧"]
 
 
+TEXTS = st.lists(st.sampled_from(WORD), max_size=50)
+CHANGES = st.lists(st.tuples(st.integers(0, 400), st.integers(2, 30), st.integers(20, 90)), max_size=8)
+
+
 @settings(deadline=None, max_examples=60)
-@given(
-    st.lists(st.sampled_from(WORD), max_size=50),
-    st.lists(st.tuples(st.integers(0, 400), st.integers(2, 30), st.integers(20, 90)), max_size=8),
-    st.integers(1, 9),
-)
+@given(TEXTS, CHANGES, st.integers(1, 9))
 def test_no_window_and_no_text_makes_a_word_stand_twice(
     parts: list[str], changes: list[tuple[int, int, int]], step: int
 ) -> None:
+    stands_once(parts, changes, step)
+
+
+@pytest.mark.slow
+@settings(deadline=None, max_examples=5000)
+@given(TEXTS, CHANGES, st.integers(1, 9))
+def test_no_window_and_no_text_in_a_long_search(
+    parts: list[str], changes: list[tuple[int, int, int]], step: int
+) -> None:
+    stands_once(parts, changes, step)
+
+
+def stands_once(parts: list[str], changes: list[tuple[int, int, int]], step: int) -> None:
     count = iter(range(1000, 2000))
     text = " ".join(re.sub("%d", lambda _: str(next(count)), part) for part in parts)
     terminal = Emulator(24, 80, reflow=True)
