@@ -185,7 +185,7 @@ def _yaml(text: str, where: str) -> dict[str, Any]:
 
     try:
         raw = yaml.safe_load(text) or {}
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that does not exist
         raise UsageError(f"{where} is not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(raw, dict) or not all(isinstance(key, str) for key in raw):
         raise UsageError(f"{where}: the settings above the text must be lines of `name: value`")

@@ -203,6 +203,7 @@ def test_an_unknown_template_lists_the_known(cli, folder: Path) -> None:
         ("md", "{{ input | file }}", "input is a text already"),
         ("md", "---\nsystem: x\n", "begin with --- and must end with it"),
         ("md", "---\nsystem: [\n---\n", "is not valid YAML: "),
+        ("md", "---\nsystem: 2026-99-99\n---\n", "is not valid YAML: month must be"),
         ("md", "---\njust text\n---\n", "must be lines of `name: value`"),
         ("md", "---\nprompt: x\n---\n", "remove prompt from the settings above it"),
         ("md", "---\nsystem: yes\n---\n", "system is True; it must be a text (in quotes)"),
