@@ -61,7 +61,7 @@ LOOKUP = (
     _option(
         "lookup",
         int,
-        "Verify up to N tokens that repeat what was said in one step, on a CPU; the answer stays. 0: off.",
+        "Verify up to N tokens that repeat what was said in one step; the answer stays the same. 0: off.",
         "--lookup",
         metavar="N",
     ),

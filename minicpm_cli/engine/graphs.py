@@ -15,7 +15,7 @@ from minicpm_cli.engine.penalties import Penalties, PenaltyState
 from minicpm_cli.engine.plan import Plan
 from minicpm_cli.kernels.batch import Drafts, ForwardBatch
 
-FEWEST_DRAFTED = 4  # rows of a step with drafts; with 2 it takes as long, and needs a capture of its own
+FEWEST_DRAFTED = 8  # rows of a step with drafts: each size would need a capture, and kernels of its own for the draws
 Forward = Callable[[ForwardBatch, Any], Tensor]
 Work = Callable[[], None]
 Capture = Callable[[Work], Work]

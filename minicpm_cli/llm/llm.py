@@ -71,7 +71,7 @@ class LLM:
         prompter.checkpoint = checkpoint = replace(checkpoint, cfg=cfg, kernels=cache / KERNELS if cache else None)
         opened = open_engine(options, plan, checkpoint, device, dtype, on_progress, cache)
         info = _info(prompter, files, opened, plan, time.monotonic() - begun)
-        notes = _notes(options, checkpoint.cfg, trained, device)
+        notes = _notes(options, checkpoint.cfg, trained, device, looks_up=opened.engine.looks_up)
         scheme = KVFormat.of(options.kv_dtype, dtype_name(dtype)).beside(info.scheme)
         return cls(prompter, opened.engine, replace(info, scheme=scheme, notes=notes), opened.watch)
 
@@ -153,6 +153,11 @@ class _Running:
     _begun: bool = field(default=False)
 
     def events(self, token: TokenEvent) -> Iterator[Event]:
+        if token.finish is None and token.logprob is None:
+            return (Event(self.id, text, channel) for channel, text in self.sink.take())
+        return self._rare(token)
+
+    def _rare(self, token: TokenEvent) -> Iterator[Event]:
         logprobs = (token.logprob,) if token.logprob is not None else ()
         for channel, text in self.sink.take() if token.finish is None else self.sink.close():
             yield Event(self.id, text, channel, logprobs=logprobs)
@@ -169,13 +174,18 @@ class _Running:
             )
 
 
-def _notes(options: LoadOptions, cfg: ModelConfig, trained: int, device: torch.device) -> tuple[str, ...]:
+def _notes(
+    options: LoadOptions, cfg: ModelConfig, trained: int, device: torch.device, *, looks_up: bool
+) -> tuple[str, ...]:
     """What the user is told once."""
     notes = list(cfg.notes)
     if options.device == "auto" and device.type == "cpu":
         notes.append(f"no GPU can be used, so this runs on the CPU: {why_no_gpu()}")
-    if device.type != "cpu" and options.lookup:
-        notes.append(f"prompt lookup runs on a CPU only in this version: --lookup {options.lookup} does nothing here")
+    if options.lookup and not looks_up:
+        notes.append(
+            f"--lookup {options.lookup} does nothing here: on this GPU, or with these weights, several rows of a step "
+            "do not come out as they would one by one"
+        )
     if cfg.context > trained:
         notes.append(f"the model was made for {trained} tokens; with --ctx {cfg.context}, expect worse answers beyond")
     return tuple(notes)

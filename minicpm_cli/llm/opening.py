@@ -55,7 +55,7 @@ def plan_engine(options: LoadOptions, checkpoint: Loadable, device: torch.device
     check_cache(options.kv_dtype, device)
     cpu = device.type == "cpu"
     demand = demand_of(checkpoint, options, dtype_name(dtype), cpu=cpu)
-    return plan_memory(demand, free_bytes(device), wanted(options, cpu=cpu))
+    return plan_memory(demand, free_bytes(device), wanted(options, demand.form))
 
 
 def open_engine(
@@ -80,12 +80,12 @@ def open_engine(
             decoder = checkpoint.decoder(device, dtype, on_progress)
         kv = KVCache.allocate(decoder.cfg, plan.pages, plan.page_size, device, dtype, kv_format)
     assert kv.nbytes == plan.cache, (kv.nbytes, plan.cache)
-    engine = Engine(decoder, kv, _engine_config(plan, options, device))
+    engine = Engine(decoder, kv, _engine_config(plan, options))
     engine.memory = watch
     return Opened(engine, decoder, kv, watch)
 
 
-def _engine_config(plan: MemoryPlan, options: LoadOptions, device: torch.device) -> EngineConfig:
+def _engine_config(plan: MemoryPlan, options: LoadOptions) -> EngineConfig:
     return EngineConfig(
         pages=plan.pages,
         max_seqs=plan.max_seqs,
@@ -93,7 +93,7 @@ def _engine_config(plan: MemoryPlan, options: LoadOptions, device: torch.device)
         context=plan.context,
         page_size=plan.page_size,
         graphs=options.graphs,
-        lookup=lookup_of(options, cpu=device.type == "cpu"),
+        lookup=lookup_of(options, plan.form),
     )
 
 

@@ -115,7 +115,7 @@ def survey(options: LoadOptions, files: ModelFiles, fetch: int, place: Place, ca
     checkpoint = Checkpoint.read(files.path).with_options(options)
     demand = demand_of(checkpoint, options, place.dtype, cpu=place.cpu)
     fixed = 0 if place.context_is_there else place.fixed
-    plan = survey_memory(demand, place.free, wanted(options, cpu=place.cpu, fixed=fixed))
+    plan = survey_memory(demand, place.free, wanted(options, demand.form, fixed))
     kind = kind_of(checkpoint, options, place.device, place.dtype)
     errors = tuple(errors_of(kind, past(cache)))
     return Survey(files, fetch, checkpoint, checkpoint.stored(), place, plan, kind, errors)

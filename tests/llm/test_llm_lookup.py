@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from minicpm_cli.bench.shapes import raw_config
+from minicpm_cli.engine.memory_workspace import Form
 from minicpm_cli.hub.files import ModelFiles
-from minicpm_cli.llm.demand import lookup_of
+from minicpm_cli.llm.demand import lookup_of, wanted
 from minicpm_cli.llm.llm import LLM, _notes
 from minicpm_cli.model.config import ModelConfig
+from minicpm_cli.model.decoder import Decoder
 from minicpm_cli.settings import LoadOptions
 from minicpm_cli.types import Message, Request
 
@@ -54,18 +56,41 @@ def test_only_where_it_is_asked_for(load) -> None:  # type: ignore[no-untyped-de
     assert load(lookup=3)._engine.config.lookup == 3
 
 
-@pytest.mark.parametrize(("asked", "cpu", "taken"), [(None, True, 8), (0, True, 0), (3, True, 3), (None, False, 0)])
-def test_where_tokens_are_looked_up(asked: int | None, cpu: bool, taken: int) -> None:
-    assert lookup_of(LoadOptions(lookup=asked), cpu=cpu) == taken
+@pytest.mark.parametrize(
+    ("asked", "form", "taken"),
+    [
+        (None, Form(cpu=True), 8),
+        (None, Form(packed=True, cpu=True), 8),
+        (0, Form(cpu=True), 0),
+        (3, Form(cpu=True), 3),
+        (None, Form(), 7),
+        (None, Form(packed=True), 0),
+        (12, Form(packed=True), 12),
+        (0, Form(), 0),
+    ],
+)
+def test_where_tokens_are_looked_up(asked: int | None, form: Form, taken: int) -> None:
+    assert lookup_of(LoadOptions(lookup=asked), form) == taken
+    assert wanted(LoadOptions(lookup=asked), form).lookup == taken
 
 
-def test_a_gpu_does_not_look_up_tokens() -> None:
-    """Its decode attention may not read what other rows of the same step store."""
-    assert lookup_of(LoadOptions(lookup=3), cpu=False) == 0
-
-
-def test_a_gpu_says_that_it_does_not_look_up() -> None:
+@pytest.mark.parametrize("looks_up", [True, False])
+def test_what_was_asked_for_and_is_not_done_is_said(looks_up: bool) -> None:
     cfg, gpu = ModelConfig.from_hf(raw_config("minicpm5-1b")), torch.device("cuda")
-    asked = [_notes(LoadOptions("demo", lookup=n), cfg, cfg.context, gpu) for n in (None, 0, 6)]
+    asked = [
+        _notes(LoadOptions("demo", lookup=n), cfg, cfg.context, gpu, looks_up=looks_up and n != 0) for n in (None, 0, 6)
+    ]
     assert asked[0] == asked[1] == cfg.notes
-    assert "--lookup 6 does nothing here" in asked[2][-1]
+    assert ("--lookup 6 does nothing here" in "".join(asked[2])) is not looks_up
+
+
+def test_a_model_whose_rows_come_out_otherwise_is_not_looked_up_for(load, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    assert load(lookup=3)._engine.looks_up
+    assert not load()._engine.looks_up
+    monkeypatch.setattr(Decoder, "alike_rows", 1)
+    llm = load(lookup=3)
+    assert not llm._engine.looks_up
+    assert "--lookup 3 does nothing here" in llm.info.notes[-1]
+    events = list(llm.stream([Request("a", "one two one two", replace(llm.defaults, max_tokens=5))]))
+    assert events[-1].finish is not None
+    assert llm.speculated.drafts == 0
