@@ -39,8 +39,8 @@ class Price:
     def on(cls, device: str) -> Price:
         """demo on 2 cores after 512 tokens: 2, 3, 5 and 8 rows take 1.1, 1.3, 2.2 and 2.7 times as long as one.
 
-        MiniCPM-2B's shape in bf16 on an H200: a step of 8 rows takes 1.8 times as long as one, however many are used. It
-        waits for the host, and stores and attends in two launches. Its own time decides from the first one on.
+        MiniCPM-2B's shape in bf16 on an H200: a step of 8 rows takes 1.8 times as long as one, however many are used.
+        It waits for the host, and stores and attends in two launches. Its own time decides from the first one on.
         """
         return cls(0.0, 0.25) if device == "cpu" else cls(0.75, 0.01)
 
