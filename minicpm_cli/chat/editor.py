@@ -54,7 +54,8 @@ def _run(command: list[str]) -> int:
         except OSError:  # no terminal: some editors need none
             terminal = None
         try:
-            return subprocess.run(command, stdin=terminal, stdout=terminal, check=False).returncode
+            source = terminal or subprocess.DEVNULL  # our own stdin may hold the next questions
+            return subprocess.run(command, stdin=source, stdout=terminal, check=False).returncode
         except OSError as error:
             raise UsageError(f"cannot run the editor {command[0]!r}: {error.strerror or error}. Set EDITOR.") from None
 

@@ -48,7 +48,7 @@ class PipedLines:
         self._number = 0
 
     def read(self, draft: str = "") -> str:
-        text = self._line()
+        text = draft or self._line()
         while text.endswith("\\"):
             try:
                 text = f"{text[:-1]}\n{self._line()}"

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, BinaryIO
 
 import typer
@@ -25,6 +26,19 @@ from minicpm_cli.errors import UsageError
 from minicpm_cli.settings import DEFAULT, Layer, LoadOptions, Settings
 from minicpm_cli.types import SamplingParams
 
+_PATHS = ("lora", "chat_template")
+# How answers come out without these having been chosen, whatever the config file says by now.
+_UNCHOSEN: Mapping[str, Any] = MappingProxyType(
+    {
+        "dtype": "auto",
+        "kv_dtype": "auto",
+        "quantize": "none",
+        "head_bits": 16,
+        "gptq_format": "auto",
+        "chat_template": "auto",
+        "ctx": "auto",
+    }
+)
 _EXAMPLES = examples(
     "minicpm chat",
     'minicpm chat -m minicpm4-0.5b -s "You are a librarian."',
@@ -114,7 +128,7 @@ def _layer(source: Source, again: str) -> Layer:
     """What the model was loaded with; what this version does not know is left out."""
     names = {f.name for f in fields(LoadOptions)} - {"model"}
     load = {name: value for name, value in source.load.items() if name in names}
-    return Layer(f"session {again}", {"model": source.model, **load})
+    return Layer(f"session {again}", {**_UNCHOSEN, **load, "model": source.model})
 
 
 def _tell_changes(one: Chat, source: Source) -> None:
@@ -150,7 +164,8 @@ def _chosen(settings: Settings) -> Mapping[str, Any]:
     """The load options that are not as they come, the model apart."""
     plain, now = LoadOptions(), settings.options
     names = [f.name for f in fields(now) if f.name != "model"]
-    return {name: getattr(now, name) for name in names if getattr(now, name) not in (getattr(plain, name), None)}
+    chosen = {name: getattr(now, name) for name in names if getattr(now, name) not in (getattr(plain, name), None)}
+    return {name: _lasting(value) if name in _PATHS else value for name, value in chosen.items()}
 
 
 def _lines(one: Chat, settings: Settings, pipe: BinaryIO | None) -> Lines:

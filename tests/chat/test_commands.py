@@ -12,6 +12,7 @@ from talks import Editor, Lines, Make, contents, stored, told
 from fakes import FakeLLM, rendered
 from minicpm_cli.chat import commands, repl
 from minicpm_cli.chat.commands import COMMANDS
+from minicpm_cli.chat.lines import PipedLines
 from minicpm_cli.errors import ContextOverflow, FileError, UsageError
 from minicpm_cli.llm.info import Speculated
 from minicpm_cli.types import Message
@@ -399,3 +400,10 @@ def test_stats_think_template_and_prompt(make: Make) -> None:
     assert told(chat).endswith("(9 tokens)\n")
     commands.run(chat, "/template")
     assert "chat template: none" in told(chat)
+
+
+def test_an_editor_takes_nothing_of_a_pipe(make: Make, editor: Editor) -> None:
+    editor("x", "from the editor\n")
+    chat = make()
+    assert repl.run(chat, PipedLines(io.BytesIO(b"/edit x\nfrom the pipe\n"))) == 0
+    assert contents(chat)[::2] == ["from the editor", "from the pipe"]

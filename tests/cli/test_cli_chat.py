@@ -10,6 +10,7 @@ import pytest
 
 from fakes import FakeLLM
 from minicpm_cli.chat.sessions import Sessions
+from minicpm_cli.cli import chat
 from minicpm_cli.types import Event, Message, Request
 
 
@@ -83,6 +84,23 @@ def test_a_flag_changes_the_replay_and_the_difference_is_said(cli, home: Path) -
     assert done.code == 1
     assert "0 of 1 answers are as they were" in done.err
     assert "it was '75'" in done.err
+
+
+def test_a_replay_loads_the_model_as_it_was(cli, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    keep = chat._with_lookup
+    monkeypatch.setattr(chat, "_with_lookup", lambda settings: seen.append(settings.options) or keep(settings))
+    monkeypatch.chdir(home)
+    (home / "here").mkdir()
+    assert cli("chat", "-m", "here", "--session", "a", "--kv-dtype", "fp8", stdin=b"hello\n").code == 0
+    (home / "config.toml").write_text('quantize = "w4"\nctx = 77\n')
+    monkeypatch.chdir("/")
+    assert cli("chat", "--replay", "a", stdin=b"").code == 0
+    assert cli("chat", "--replay", "a", "--ctx", "99", stdin=b"").code == 0
+    assert [(o.model, o.kv_dtype, o.quantize, o.ctx) for o in seen[1:]] == [
+        (str(home / "here"), "fp8", None, None),
+        (str(home / "here"), "fp8", None, 99),
+    ]
 
 
 def test_edited_partial_and_older_answers_in_a_replay(cli, home: Path, tmp_path: Path) -> None:
