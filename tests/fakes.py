@@ -98,6 +98,9 @@ class FakeLLM:
             if hasattr(source, "close"):
                 source.close()
 
+    def forget(self) -> None:
+        pass
+
     def close(self) -> None:
         self.closed = True
 

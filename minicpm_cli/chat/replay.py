@@ -103,9 +103,10 @@ class _Replay:
             self._again(made.begun, part, _length(part))
 
     def _prime(self, made: Made | None, messages: Messages, prefill: str = "") -> None:
-        """Lets the model read a prompt that it had in its cache then (after /retry) and has not now.
+        """Lets the model have as much of a prompt in its cache as it had then, where that was much more or much less.
 
-        A prompt that is read in other pieces is rounded elsewhere, and in 16 bits that may decide a token.
+        It has more after /retry, and none when a session goes on another day. A prompt that is read in other pieces is
+        rounded elsewhere, and in 16 bits that may decide a token.
         """
         if made is None or made.usage is None:
             return
@@ -114,7 +115,11 @@ class _Replay:
         request = Request("prime", without(messages, made.dropped), params, prefill)
         ids = chat.llm.prompt(request)
         known = max((_common(ids, read) for read in self._read), default=0)
-        if made.usage.cached_tokens > known and len(ids) < chat.llm.info.context:
+        cached = made.usage.cached_tokens
+        if not cached and known:
+            chat.llm.forget()
+            self._read.clear()
+        elif cached > known and len(ids) < chat.llm.info.context:
             with closing(chat.llm.stream([request])) as events:
                 for _ in events:
                     pass

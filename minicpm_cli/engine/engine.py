@@ -93,6 +93,11 @@ class Engine:
         """
         self._aborts.append(request_id)
 
+    def forget(self) -> None:
+        """Empties the prefix cache. Not while `generate` runs."""
+        self._reset()
+        self.scheduler.pool.forget()
+
     def _serve(self, source: Iterator[EngineRequest | None]) -> Generator[TokenEvent]:
         self._reset()
         self.runner.settle()

@@ -98,6 +98,12 @@ class PagePool:
             else:
                 self._free.append(page)
 
+    def forget(self) -> None:
+        """What nobody holds is not found any more."""
+        while self._idle:
+            self._free.append(self._evict())
+        self._free.sort(reverse=True)
+
     def recover(self) -> None:
         """Forgets all holders. Trusts the index alone, so it also mends what an interrupted call left half done."""
         children: dict[int, list[int]] = defaultdict(list)

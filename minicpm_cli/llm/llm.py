@@ -107,6 +107,9 @@ class LLM:
                     del running[token.id]
         yield from _taken(refused)
 
+    def forget(self) -> None:
+        self._engine.forget()
+
     def close(self) -> None:
         """Gives the memory back; the model cannot be asked any more."""
         if self._watch is not None:

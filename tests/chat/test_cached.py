@@ -24,11 +24,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("tiny"), "minicpm4-0.5b")
 
 
+def opened(folder: Path) -> LanguageModel:
+    options = LoadOptions(device="cpu", dtype="fp32", ctx=512, max_seqs=2)
+    return LLM.open(options, ModelFiles("tiny", folder))
+
+
 @pytest.fixture
 def model(folder: Path) -> LanguageModel:
     """Its cache is empty."""
-    options = LoadOptions(device="cpu", dtype="fp32", ctx=512, max_seqs=2)
-    return LLM.open(options, ModelFiles("tiny", folder))
+    return opened(folder)
 
 
 @pytest.fixture
@@ -113,6 +117,23 @@ def test_a_session_is_replayed(chat: Chat, make: Make, model: LanguageModel) -> 
     other = make(model)
     other.switch("other")
     assert replay(other, turns, {"seed": 5}).other > 0
+
+
+def test_a_replay_reads_what_was_read_then(chat: Chat, make: Make, model: LanguageModel, folder: Path) -> None:
+    """As many tokens from the cache: after /retry, and where the session went on with a model that was loaded anew."""
+    commands.run(chat, "/retry")
+    chat.llm = opened(folder)
+    chat.say("and you the world")
+    commands.run(chat, "/retry seed=9")
+    chat.say("hello " * 20)
+    chat.llm = opened(folder)
+    chat.say("hello " * 3)
+    again = make(opened(folder))
+    again.switch("again")
+    assert replay(again, stored(chat), {}).same == 6
+    then, now = ([turn.made.usage for turn in one.conversation.turns if turn.made] for one in (chat, again))
+    assert then == now
+    assert [usage.cached_tokens for usage in then if usage].count(0) == 2
 
 
 def test_what_a_user_writes_is_no_control_token(chat: Chat, tmp_path: Path) -> None:

@@ -164,6 +164,11 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.drop(pages)
 
     @rule()
+    def forget(self) -> None:
+        self.pool.forget()
+        assert self.pool.idle == 0
+
+    @rule()
     def interrupt(self) -> None:
         self.holders.clear()
         self.pool.recover()

@@ -70,6 +70,17 @@ def test_a_seed_decides_the_text_alone_or_in_company(load) -> None:
     assert text(list(llm.stream(company))) == alone
 
 
+def test_what_is_forgotten_is_read_again(load) -> None:
+    llm = load()
+    asked = ask(messages=(Message("user", "the hello and you " * 20),))
+    first, second = (list(llm.stream([asked]))[-1].usage for _ in range(2))
+    llm.forget()
+    third = list(llm.stream([asked]))[-1].usage
+    assert first == third
+    assert second is not None
+    assert second.cached_tokens > 0
+
+
 def test_a_drawn_seed_is_told_and_gives_the_same_again(load) -> None:
     llm = load()
     request = Request("a", HELLO, SamplingParams(max_tokens=12))
@@ -107,7 +118,7 @@ def test_a_request_may_be_encoded_ahead_of_its_turn(load, monkeypatch: pytest.Mo
     monkeypatch.setattr(llm._prompter, "build", None)
     assert [text(list(llm.stream([r])), r.id) for r in ahead] == [text(later, r.id) for r in ahead]
     assert llm.totals.generated_tokens == 8 * 12
-    assert llm.totals.gpu_peak_bytes is None
+    assert llm.gpu_peak_bytes is None
 
 
 def test_what_can_never_fit_is_not_tokenized(load, monkeypatch: pytest.MonkeyPatch) -> None:
