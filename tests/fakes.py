@@ -58,6 +58,7 @@ class FakeLLM:
     closed: bool = False
     speculated: Speculated = field(default_factory=Speculated)
     totals: Totals = field(default_factory=Totals)
+    gpu_peak_bytes: int | None = None
 
     @property
     def info(self) -> LLMInfo:

@@ -146,7 +146,7 @@ class _Run:
                 self._progress.stop()
                 self._look()
                 info, self._llm = llm.info, None
-                self._host = Host(info.name, info.device, info.load_seconds, llm.totals.gpu_peak_bytes)
+                self._host = Host(info.name, info.device, info.load_seconds, llm.gpu_peak_bytes)
 
     def _answer(self, llm: LanguageModel, first: Row, rows: Generator[Row]) -> None:
         base, name = llm.defaults.checked(self._options.overrides), llm.info.name

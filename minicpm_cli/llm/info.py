@@ -50,15 +50,11 @@ class Speculated:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Tokens since the model was loaded, those of requests that still run among them.
-
-    `gpu_peak_bytes` is the most that torch has held of the GPU's memory, None on a CPU.
-    """
+    """Tokens since the model was loaded, those of requests that still run among them."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
-    gpu_peak_bytes: int | None = None
 
 
 class Prompts(Protocol):
@@ -90,6 +86,11 @@ class LanguageModel(Prompts, Protocol):
     @property
     def totals(self) -> Totals:
         """Cheap enough to be asked ten times a second, from any thread."""
+        ...
+
+    @property
+    def gpu_peak_bytes(self) -> int | None:
+        """The most that torch has held of the GPU's memory; None on a CPU."""
         ...
 
     def encoded(self, request: Request) -> Request:

@@ -83,8 +83,11 @@ class LLM:
     @property
     def totals(self) -> Totals:
         stats = self._engine.stats
-        peak = None if self._watch is None else self._watch.gpu_peak_bytes
-        return Totals(stats.prompt_tokens, stats.cached_tokens, stats.generated_tokens, peak)
+        return Totals(stats.prompt_tokens, stats.cached_tokens, stats.generated_tokens)
+
+    @property
+    def gpu_peak_bytes(self) -> int | None:
+        return None if self._watch is None else self._watch.gpu_peak_bytes
 
     def encoded(self, request: Request) -> Request:
         prompt = self._prompter.build(request)

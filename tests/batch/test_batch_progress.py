@@ -16,7 +16,6 @@ from fakes import FakeLLM
 from minicpm_cli.batch import progress as progress_module
 from minicpm_cli.batch.progress import Bar, Lines, Pace, Quiet, choose_progress, status
 from minicpm_cli.batch.summary import Counts
-from minicpm_cli.llm.info import Totals
 
 
 def counts(**more: int) -> Counts:
@@ -146,15 +145,7 @@ def test_a_run_without_a_terminal_says_lines(
 def test_the_summary_has_what_a_report_needs(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "in", [*prompts(20), b"{bad"])
 
-    class OnGPU(FakeLLM):
-        @property
-        def totals(self) -> Totals:  # type: ignore[override]
-            return Totals(gpu_peak_bytes=12_345_678_901)
-
-        @totals.setter
-        def totals(self, value: Totals) -> None: ...
-
-    done = run(source, tmp_path / "out", OnGPU(), summary=str(tmp_path / "s.json"))
+    done = run(source, tmp_path / "out", FakeLLM(gpu_peak_bytes=12_345_678_901), summary=str(tmp_path / "s.json"))
     written = json.loads((tmp_path / "s.json").read_text())
     expected = {"total": 21, "rows": 21, "ok": 20, "failed": 1, "skipped": 0, "errors": {"invalid_json": 1}}
     assert {key: written[key] for key in expected} == expected
