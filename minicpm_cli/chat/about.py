@@ -36,7 +36,7 @@ def _usage(total: Usage) -> str:
 
 
 def _memory(chat: Chat, info: LLMInfo) -> str:
-    peak = chat.llm.totals.gpu_peak_bytes
+    peak = chat.llm.gpu_peak_bytes
     return (
         f"{info.weight_bytes / 1e9:.2f} GB weights ({info.scheme}), {info.cache_bytes / 1e9:.2f} GB cache "
         f"on {info.device}"
