@@ -11,9 +11,9 @@ from quant.kernels import rows_bulk, rows_cuda
 from quant.kernels.layout import DeviceInt
 
 
-def supported(w: DeviceInt, dtype: torch.dtype) -> bool:
+def supported(w: DeviceInt, dtype: torch.dtype, folder: Path | None = None) -> bool:
     """Whether `IntRows` computes it: rows of whole 16-byte pieces."""
-    if rows_cuda.supported(w, dtype):
+    if rows_cuda.supported(w, dtype, folder):
         return True
     from quant.kernels import rows_triton
 
@@ -26,8 +26,8 @@ class IntRows:
     def __init__(self, w: DeviceInt, dtype: torch.dtype, folder: Path | None = None) -> None:
         self.packed, self.folder = w, folder  # of compiled kernels
         self.first_rows = first_rows(w)
-        self.compiled = rows_cuda.supported(w, dtype)
-        self.bulk = rows_bulk.Product(w, dtype, folder) if rows_bulk.supported(w, dtype) else None
+        self.compiled = rows_cuda.supported(w, dtype, folder)
+        self.bulk = rows_bulk.Product(w, dtype, folder) if rows_bulk.supported(w, dtype, folder) else None
 
     def __call__(
         self,

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from quant.kernels import nvrtc, rows_cuda
+from quant.kernels.copy_engine import MAP_BYTES, SWIZZLE_64, SWIZZLE_128, Map, encoded
 from quant.kernels.gemv import GATES, SCALES
 from quant.kernels.layout import DeviceInt
 from quant.kernels.rows_cuda import PROCESSORS, WHOLE_ROW
@@ -21,13 +22,7 @@ from quant.kernels.targets import SHARED_BYTES
 from quant.layers.around import Gate
 
 SOURCE = Path(__file__).with_name("rows_bulk.cu")
-MAP_BYTES = 128
 BARRIER_BYTES = 128
-WORD_TYPE = {2: 1, 4: 2}  # CUtensorMapDataType of unsigned numbers, by their bytes
-SWIZZLE_64, SWIZZLE_128 = 2, 3  # CUtensorMapSwizzle
-PROMOTE_256 = 3  # CUtensorMapL2promotion: a box's row asks for the rest of its 256 bytes
-
-
 MOST_PARTS = 8  # blocks of a cluster
 BATCHES = (16, 32, 64, 96, 128)  # rows of x in a block
 
@@ -85,17 +80,6 @@ class Parameters(ctypes.Structure):
     )
 
 
-class Map(NamedTuple):
-    """Numbers as the copy engine sees them, the innermost dimension first, and the box of them that one copy takes."""
-
-    address: int
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...]  # bytes, of all dimensions but the first
-    box: tuple[int, ...]
-    number: int  # bytes
-    swizzle: int
-
-
 @dataclass(frozen=True, slots=True)
 class Form:
     """What the kernel is compiled for."""
@@ -145,13 +129,33 @@ class Form:
         return 1024 + max(ring, sums) + BARRIER_BYTES + groups * self.rows * 4 * (self.kind + 1)
 
 
-def supported(weight: Tensor | DeviceInt, dtype: torch.dtype) -> bool:
+def supported(weight: Tensor | DeviceInt, dtype: torch.dtype, folder: Path | None = None) -> bool:
     """Rows of whole 16-byte pieces on 16-byte boundaries, groups of whole 32 columns or of a whole row."""
     if isinstance(weight, DeviceInt):
-        return rows_cuda.supported(weight, dtype)
+        return rows_cuda.fits(weight, dtype) and unavailable(weight.words.device, folder) is None
     fits = weight.shape[1] % 8 == 0 and weight.is_contiguous() and weight.data_ptr() % 16 == 0
     halves = weight.dtype == dtype and dtype in (torch.bfloat16, torch.float16)
-    return fits and halves and rows_cuda.unavailable(weight.device) is None
+    return fits and halves and unavailable(weight.device, folder) is None
+
+
+@functools.cache
+def unavailable(device: torch.device, folder: Path | None = None) -> str | None:
+    """Why the kernel cannot run on this device; None where it can."""
+    return rows_cuda.missing(device) or _disagreement(device, folder)
+
+
+def _disagreement(device: torch.device, folder: Path | None) -> str | None:
+    """A small product by the kernel, in a form that a batch takes, too, against torch."""
+    g = torch.Generator().manual_seed(0)
+    w, x = (torch.randn(rows, 512, generator=g).to(device, torch.bfloat16) for rows in (128, 16))
+    ref = x.double() @ w.double().T
+    try:
+        with torch.cuda.device(device):
+            out = product(x, w, folder=folder, form=form_of(w, w.dtype, 16, 1, 3, 8, 2))
+    except nvrtc.KernelError as error:
+        return str(error)
+    off = float((out.double() - ref).norm() / ref.norm())
+    return None if off < 1e-2 else f"a product is off by {off:.1e}"
 
 
 def form_of(
@@ -248,11 +252,12 @@ def product(
     onto: Tensor | None = None,  # [T, N]
     alpha: float = 1.0,
     out: Tensor | None = None,  # [T, N], may be `onto`
+    folder: Path | None = None,
     *,
     form: Form,
 ) -> Tensor:  # [T, N]
     """Once, in a given form."""
-    made = Product(weight, x.dtype)
+    made = Product(weight, x.dtype, folder)
     made._launches[len(x), ""] = made.prepare(len(x), form)
     return made(x, onto, alpha, out)
 
@@ -291,27 +296,6 @@ def weight_map(weight: Tensor | DeviceInt, form: Form) -> Map:
         return Map(weight.data_ptr(), (k, n), (2 * k,), (64, form.outputs), 2, SWIZZLE_128)
     box = 64, 8, form.chunks, form.outputs // 8
     return Map(weight.data_ptr(), (64, 8, k // 64, n // 8), (2 * k, 128, 16 * k), box, 2, SWIZZLE_128)
-
-
-@functools.lru_cache(maxsize=1 << 14)  # a model's matrices and the activations that lie where others did
-def encoded(m: Map) -> bytes:
-    """The map in the driver's words; no call of `cuda.bindings`, which costs the host ten times this one."""
-    to, rank = (ctypes.c_uint64 * (MAP_BYTES // 8 + 8))(), len(m.sizes)
-    at = -(-ctypes.addressof(to) // 64) * 64
-    status = _encoder()(
-        ctypes.c_void_p(at), WORD_TYPE[m.number], rank, ctypes.c_void_p(m.address),
-        (ctypes.c_uint64 * rank)(*m.sizes), (ctypes.c_uint64 * (rank - 1))(*m.strides),
-        (ctypes.c_uint32 * rank)(*m.box), (ctypes.c_uint32 * rank)(*[1] * rank),
-        0, m.swizzle, PROMOTE_256, 0,
-    )  # fmt: skip
-    if status:
-        raise nvrtc.KernelError(f"CUDA refused to describe a matrix to the copy engine: error {status} for {m}")
-    return ctypes.string_at(at, MAP_BYTES)
-
-
-@functools.cache
-def _encoder() -> Callable[..., int]:
-    return ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled  # type: ignore[no-any-return]
 
 
 @functools.cache

@@ -125,16 +125,22 @@ def text(batch: int, half: bool, kernel: Path) -> str:
 
 
 @functools.cache
-def unavailable(device: torch.device) -> str | None:
-    """Why the kernel cannot run on this device; None where it can. wgmma is Hopper's own."""
+def missing(device: torch.device) -> str | None:
+    """What a device lacks of what the kernel needs, wgmma above all, which is Hopper's own; None: nothing."""
     if device.type != "cuda":
         return "it is not a CUDA device"
     if torch.cuda.get_device_capability(device) != (9, 0):
         return "its compute capability is not 9.0"
-    return targets.unavailable(device) or _disagreement(device)
+    return targets.unavailable(device)
 
 
-def _disagreement(device: torch.device) -> str | None:
+@functools.cache
+def unavailable(device: torch.device, folder: Path | None = None) -> str | None:
+    """Why the kernel cannot run on this device; None where it can."""
+    return missing(device) or _disagreement(device, folder)
+
+
+def _disagreement(device: torch.device, folder: Path | None) -> str | None:
     """A small product by the kernel, against torch: what a driver or compiler got wrong would be wrong quietly."""
     g = torch.Generator().manual_seed(0)
     words = torch.randint(-(2**31), 2**31 - 1, (128, 64), dtype=torch.int32, generator=g).to(device)
@@ -143,17 +149,21 @@ def _disagreement(device: torch.device) -> str | None:
     ref = x.double() @ w.dequantize(torch.float64).T
     try:
         with torch.cuda.device(device):
-            out = product(x, w, form=form_of(w, x.dtype, 16, 1, 2, 4))
+            out = product(x, w, folder=folder, form=form_of(w, x.dtype, 16, 1, 2, 4))
     except nvrtc.KernelError as error:
         return str(error)
     off = float((out.double() - ref).norm() / ref.norm())
     return None if off < 1e-2 else f"a product is off by {off:.1e}"
 
 
-def supported(w: DeviceInt, dtype: torch.dtype) -> bool:
+def supported(w: DeviceInt, dtype: torch.dtype, folder: Path | None = None) -> bool:
     """Rows of whole 16-byte pieces, groups of whole 32 columns or of a whole row."""
-    fits = w.K % 32 == 0 and (w.group % 32 == 0 or w.group == w.K) and w.words.data_ptr() % 16 == 0
-    return fits and dtype in (torch.bfloat16, torch.float16) and unavailable(w.words.device) is None
+    return fits(w, dtype) and unavailable(w.words.device, folder) is None
+
+
+def fits(w: DeviceInt, dtype: torch.dtype) -> bool:
+    groups = w.group % 32 == 0 or w.group == w.K
+    return w.K % 32 == 0 and groups and w.words.data_ptr() % 16 == 0 and dtype in (torch.bfloat16, torch.float16)
 
 
 def form_of(

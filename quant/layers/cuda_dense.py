@@ -24,7 +24,7 @@ class CUDADense:
         self.fused_rows = MOST_ROWS
         self.gemv = Gemv(weight, weight.dtype, folder)
         self.rows = rows_bulk.Product(weight, weight.dtype, folder)
-        fits = rows_bulk.supported(weight, weight.dtype)
+        fits = rows_bulk.supported(weight, weight.dtype, folder)
         self.batch_rows = rows_bulk.most_rows(weight) if fits else 0
         self.gated_rows = range(MOST_ROWS + 1, rows_bulk.most_gated_rows(weight) + 1 if fits else 0)
 

@@ -30,7 +30,7 @@ class CUDAInt:
         self.gemv = gemv.Gemv(packed, dtype, folder) if fits else None
         self.fused_rows = gemv.MOST_ROWS if fits else 0
         self.dequantize = Dequantizer(packed, dtype, folder)
-        self.rows = int_rows.IntRows(packed, dtype, folder) if int_rows.supported(packed, dtype) else None
+        self.rows = int_rows.IntRows(packed, dtype, folder) if int_rows.supported(packed, dtype, folder) else None
         self.packed_rows = PACKED_ROWS
         self.gated_rows = (
             range(int_rows.first_rows(packed), PACKED_ROWS + 1) if self.rows and self.rows.bulk else range(0)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quant.kernels import rows_bulk
+from quant.kernels import copy_engine, rows_bulk
 from quant.kernels.layout import DeviceInt
 from quant.kernels.rows_cuda import COMMON, SOURCE, Around, Form, Parameters, fill, form_of
 from quant.layers.around import Gate
@@ -112,14 +112,14 @@ def test_experts_take_their_own_tokens(emulated):
     assert relative_error(out, ref) < BOUND[BF16]
 
 
-def as_emulated(m: rows_bulk.Map) -> bytes:
+def as_emulated(m: copy_engine.Map) -> bytes:
     """A map as the emulator reads it: in four dimensions."""
     sizes, strides, box = (
         (*given, *[filler] * (n - len(given)))
         for given, filler, n in ((m.sizes, 1, 4), (m.strides, 0, 3), (m.box, 1, 4))
     )
     numbers = m.address, *sizes, *strides, *box, m.number, m.swizzle
-    return struct.pack("<8Q6I", *numbers).ljust(rows_bulk.MAP_BYTES, b"\0")
+    return struct.pack("<8Q6I", *numbers).ljust(copy_engine.MAP_BYTES, b"\0")
 
 
 @pytest.mark.parametrize(
