@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -14,17 +15,22 @@ _USAGE = tuple(f.name for f in fields(Usage))
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The model as the user named it, and what it was then; `load` holds the load options that were chosen."""
+    """The model as the user named it, and what it was then; `load` holds the load options that were chosen.
+
+    `loaded` is when, in seconds since 1970; 0 is not known. The prefix cache was empty then.
+    """
 
     model: str
     revision: str | None = None
     scheme: str = ""
     device: str = ""
     load: Mapping[str, Any] = field(default_factory=dict)
+    loaded: int = 0
 
     @classmethod
-    def of(cls, info: LLMInfo, model: str | None = None, load: Mapping[str, Any] | None = None) -> Source:
-        return cls(model or info.name, info.revision, info.scheme, info.device, dict(load or {}))
+    def of(cls, info: LLMInfo, model: str, load: Mapping[str, Any] | None = None) -> Source:
+        """Of a model that was loaded just now."""
+        return cls(model, info.revision, info.scheme, info.device, dict(load or {}), int(time.time()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +71,7 @@ def record(made: Made) -> dict[str, Any]:
         "scheme": source.scheme,
         "device": source.device,
         "load": dict(source.load),
+        "loaded": source.loaded,
         "finish": made.finish,
         "usage": {name: getattr(usage, name) for name in _USAGE} if usage else None,
         "dropped": made.dropped,
@@ -87,6 +94,7 @@ def read(record: Mapping[str, Any]) -> Made | None:
         _text(get("scheme")) or "",
         _text(get("device")) or "",
         load if isinstance(load, dict) else {},
+        _count(get("loaded")),
     )
     counts = (_count(get("dropped")), _count(get("given")))
     begun = get("begun")

@@ -41,6 +41,7 @@ class _Replay:
         self._outcome = Outcome()
         self._question: Message | None = None  # not asked yet
         self._read: list[Sequence[int]] = []  # the tokens that the model has read, answers among them
+        self._loaded = 0  # when the model was loaded that gave the last answer
 
     def run(self, turns: Sequence[Turn]) -> Outcome:
         first = turns[0].message if turns else None
@@ -111,18 +112,24 @@ class _Replay:
         if made is None or made.usage is None:
             return
         chat = self._chat
+        if made.source.loaded != self._loaded:
+            self._loaded = made.source.loaded
+            self._forget()
         params = chat.params_with({"max_tokens": 1, "temperature": 0.0, "think": made.settings.get("think")})
         request = Request("prime", without(messages, made.dropped), params, prefill)
         ids = chat.llm.prompt(request)
         known = max((_common(ids, read) for read in self._read), default=0)
         cached = made.usage.cached_tokens
         if not cached and known:
-            chat.llm.forget()
-            self._read.clear()
+            self._forget()
         elif cached > known and len(ids) < chat.llm.info.context:
             with closing(chat.llm.stream([request])) as events:
                 for _ in events:
                     pass
+
+    def _forget(self) -> None:
+        self._chat.llm.forget()
+        self._read.clear()
 
     def _compare(self, turn: Turn) -> None:
         now = self._chat.conversation.reply

@@ -10,6 +10,7 @@ from talks import Make, contents, stored, told
 from checkpoints import write_checkpoint
 from minicpm_cli.chat import commands
 from minicpm_cli.chat.chat import Chat
+from minicpm_cli.chat.made import Source
 from minicpm_cli.chat.replay import replay
 from minicpm_cli.hub.files import ModelFiles
 from minicpm_cli.llm.info import LanguageModel
@@ -121,12 +122,16 @@ def test_a_session_is_replayed(chat: Chat, make: Make, model: LanguageModel) -> 
 
 def test_a_replay_reads_what_was_read_then(chat: Chat, make: Make, model: LanguageModel, folder: Path) -> None:
     """As many tokens from the cache: after /retry, and where the session went on with a model that was loaded anew."""
+
+    def reload() -> None:
+        chat.llm, chat.source = opened(folder), Source("tiny", loaded=chat.source.loaded + 1)
+
     commands.run(chat, "/retry")
-    chat.llm = opened(folder)
+    reload()
     chat.say("and you the world")
     commands.run(chat, "/retry seed=9")
     chat.say("hello " * 20)
-    chat.llm = opened(folder)
+    reload()
     chat.say("hello " * 3)
     again = make(opened(folder))
     again.switch("again")
@@ -134,6 +139,7 @@ def test_a_replay_reads_what_was_read_then(chat: Chat, make: Make, model: Langua
     then, now = ([turn.made.usage for turn in one.conversation.turns if turn.made] for one in (chat, again))
     assert then == now
     assert [usage.cached_tokens for usage in then if usage].count(0) == 2
+    assert {turn.made.source.loaded for turn in stored(chat) if turn.made} == {0, 1, 2}
 
 
 def test_what_a_user_writes_is_no_control_token(chat: Chat, tmp_path: Path) -> None:

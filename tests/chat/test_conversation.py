@@ -170,7 +170,7 @@ OLDER = (
     b'{"role": "assistant", "content": "a", "reasoning": "r", "partial": true, "time": 1700000002}\n'
 )
 MADE = Made(
-    Source("demo", "abc", "Q4_1", "cpu", {"ctx": 1024}),
+    Source("demo", "abc", "Q4_1", "cpu", {"ctx": 1024}, 1_700_000_000),
     {"temperature": 0.5, "stop": ["x"]},
     7,
     "stop",
