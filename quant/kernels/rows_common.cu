@@ -17,36 +17,35 @@ constexpr float ABOVE = HALF ? 1024.f : SPLIT ? 0.f : 128.f;
 
 __device__ __forceinline__ float plain(u16 bits) { return HALF ? half_to_float(bits) : __uint_as_float((u32)bits << 16); }
 
-// Scales as pairs [group][row], after them zeros with what codes are above, after them what shifts leave. A thread asks
-// for several before it uses the first: each is a way to memory and back.
+// Scales as pairs [group][row], after them zeros with what codes are above, after them what shifts leave. Two threads share
+// a row, and ask for AT_ONCE groups before they use the first: each is a way to memory and back.
 template <class Params, class Part>
 __device__ __forceinline__ void load_scales(u32 to, const Params &p, const Part &part, int count) {
-    enum { AT_ONCE = 8 };
+    enum { AT_ONCE = 10 };
+    int odd = threadIdx.x >= ROWS, row = threadIdx.x - odd * ROWS;
+    long long first = (part.first_row + (part.inside(p, row) ? part.apart(p, row) : 0)) * p.groups;
 #pragma unroll 1
-    for (int begin = threadIdx.x; begin < ROWS * count; begin += AT_ONCE * WORKERS) {
-        float s[AT_ONCE], z[AT_ONCE], h[AT_ONCE];
+    for (int begin = odd; begin < count; begin += 2 * AT_ONCE) {
+        u32 scales[AT_ONCE], zeros[AT_ONCE], shifts[AT_ONCE];
 #pragma unroll
         for (int j = 0; j < AT_ONCE; j++) {
-            int i = min(begin + j * WORKERS, ROWS * count - 1), row = i / count, group = i % count;
-            int apart = part.inside(p, row) ? part.apart(p, row) : 0;
-            long long at = (part.first_row + apart) * p.groups + min(part.first_group() + group, p.groups - 1);
-            s[j] = SCALE == 0   ? half_to_float(((const u16 *)p.scale)[at])
-                   : SCALE == 1 ? __uint_as_float((u32)((const u16 *)p.scale)[at] << 16)
-                                : ((const float *)p.scale)[at];
-            z[j] = KIND == 1 ? (float)p.zero[at] : 0.f;
-            h[j] = KIND == 2 ? p.shift[at] : 0.f;
+            long long at = first + min(part.first_group() + min(begin + 2 * j, count - 1), p.groups - 1);
+            scales[j] = SCALE == 2 ? fetch4((const u32 *)p.scale + at) : fetch2((const u16 *)p.scale + at);
+            zeros[j] = KIND == 1 ? fetch1(p.zero + at) : 0;
+            shifts[j] = KIND == 2 ? fetch4((const u32 *)p.shift + at) : 0;
         }
 #pragma unroll
         for (int j = 0; j < AT_ONCE; j++) {
-            int i = begin + j * WORKERS, row = i / count, group = i % count;
-            if (i >= ROWS * count) break;
+            int group = min(begin + 2 * j, count - 1);  // the last several times: a branch would draw each load behind it
+            float s = SCALE == 0 ? half_to_float((u16)scales[j]) : __uint_as_float(scales[j] << (SCALE == 1 ? 16 : 0));
+            float z = (float)zeros[j], h = __uint_as_float(shifts[j]);
             if (KIND == 2) {  // a whole zero, and the rest, which is small enough for 16 bits
-                z[j] = s[j] == 0.f ? 0.f : fminf(fmaxf(floorf(0.5f - h[j] / s[j]), 0.f), 2 * MIDDLE - 1);
-                h[j] = fmaf(z[j], s[j], h[j]);
-                write1(to + ((2 * count + group) * ROWS + row) * 4, pack_pair(h[j], h[j]));
+                z = s == 0.f ? 0.f : fminf(fmaxf(floorf(0.5f - h / s), 0.f), 2 * MIDDLE - 1);
+                h = fmaf(z, s, h);
+                write1(to + ((2 * count + group) * ROWS + row) * 4, pack_pair(h, h));
             }
-            if (KIND) write1(to + ((count + group) * ROWS + row) * 4, pack_pair(ABOVE + z[j], ABOVE + z[j]));
-            write1(to + (group * ROWS + row) * 4, pack_pair(s[j], s[j]));
+            if (KIND) write1(to + ((count + group) * ROWS + row) * 4, pack_pair(ABOVE + z, ABOVE + z));
+            write1(to + (group * ROWS + row) * 4, pack_pair(s, s));
         }
     }
 }

@@ -55,6 +55,22 @@ template <int LATER> __device__ __forceinline__ void await_requests() {
 __device__ __forceinline__ void fetch_ahead(const u8 *from, int size) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(size) : "memory");
 }
+// Constants of the model, in the order in which they are asked for.
+__device__ __forceinline__ u32 fetch4(const u32 *from) {
+    u32 v;
+    asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(v) : "l"(from));
+    return v;
+}
+__device__ __forceinline__ u32 fetch2(const u16 *from) {
+    u16 v;
+    asm volatile("ld.global.nc.u16 %0, [%1];" : "=h"(v) : "l"(from));
+    return v;
+}
+__device__ __forceinline__ u32 fetch1(const u8 *from) {
+    u32 v;
+    asm volatile("ld.global.nc.u8 %0, [%1];" : "=r"(v) : "l"(from));
+    return v;
+}
 __device__ __forceinline__ void await_inputs() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ void admit_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 // What arrived in shared memory is there for wgmma, too.

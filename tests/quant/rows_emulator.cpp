@@ -121,6 +121,9 @@ template <int LATER> static void await_requests() {
     }
 }
 static void fetch_ahead(const u8 *from, int size) { volatile u8 first = from[0], last = from[size - 1]; }
+static u32 fetch4(const u32 *from) { return *from; }
+static u32 fetch2(const u16 *from) { return *from; }
+static u32 fetch1(const u8 *from) { return *from; }
 static void await_inputs() {}
 static void admit_next() {}
 static void show_arrived() {}
