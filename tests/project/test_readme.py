@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from xml.etree import ElementTree
 
 import pytest
 
@@ -38,6 +39,13 @@ def test_published_rows_are_repeated() -> None:
 def test_published_rows_are_of_workloads_that_exist() -> None:
     rows = [row for row in readme.speed_rows() if row.limit is None]
     assert {row.workload for row in rows} <= set(COLUMNS)
+
+
+def test_pictures_are_there() -> None:
+    names = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", TEXT)
+    assert len(names) == 2
+    for name in names:
+        assert ElementTree.fromstring((readme.ROOT / name).read_text(encoding="utf-8")).tag.endswith("svg")
 
 
 def test_ci_runs_the_readmes_command() -> None:
