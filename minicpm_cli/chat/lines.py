@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, BinaryIO, Protocol
+from typing import TYPE_CHECKING, BinaryIO, Protocol, TextIO
 
 from minicpm_cli.chat.attach import decode
 from minicpm_cli.chat.chat import Chat
 from minicpm_cli.chat.editor import edited
 from minicpm_cli.chat.overflow import Choice, Excess
+from minicpm_cli.chat.terminal import Terminal
 from minicpm_cli.disk import private_folder
 from minicpm_cli.errors import MinicpmError
 
@@ -64,6 +65,32 @@ class PipedLines:
         return decode(data, f"line {self._number} of stdin").rstrip("\r\n")
 
 
+class DumbLines:
+    """A terminal that obeys nothing (TERM=dumb, as in an editor's shell window): one line at a time, as it comes."""
+
+    typed = True
+
+    def __init__(self, chat: Chat, keyboard: TextIO) -> None:
+        self._terminal, self._keyboard = chat.terminal, keyboard
+
+    def read(self, draft: str = "") -> str:
+        text = draft or self._line("> ")
+        while text.endswith("\\"):
+            text = f"{text[:-1]}\n{self._line('  ')}"
+        return text
+
+    def choose(self, excess: Excess) -> Choice:
+        return _chosen(self._terminal, excess, self._line)
+
+    def _line(self, prompt: str) -> str:
+        self._terminal.err.write(prompt)
+        self._terminal.err.flush()
+        text = self._keyboard.readline()
+        if not text:
+            raise EOFError
+        return _text(text.rstrip("\r\n"))
+
+
 class TypedLines:
     """prompt_toolkit's line editor: Enter sends, Alt-Enter or a trailing backslash begins a new line."""
 
@@ -77,19 +104,23 @@ class TypedLines:
         return _text(self._session.prompt("> ", default=draft))
 
     def choose(self, excess: Excess) -> Choice:
-        """Asks what is to be left out."""
         from prompt_toolkit import PromptSession
 
-        self._terminal.line(f"minicpm: {excess.said()}.")
-        self._terminal.line(f"Without {excess.offer()} it fits.")
         asked = PromptSession[str](output=self._session.app.output, input=self._session.app.input)
-        said = "?"
-        while said not in _CHOICES:
-            try:
-                said = asked.prompt("Leave that out? [y]es, [a]lways when it must be, [n]o: ").strip().lower()[:1]
-            except (KeyboardInterrupt, EOFError):
-                return "stop"
-        return _CHOICES[said]
+        return _chosen(self._terminal, excess, asked.prompt)
+
+
+def _chosen(terminal: Terminal, excess: Excess, ask: Callable[[str], str]) -> Choice:
+    """What the user says is to be left out."""
+    terminal.line(f"minicpm: {excess.said()}.")
+    terminal.line(f"Without {excess.offer()} it fits.")
+    said = "?"
+    while said not in _CHOICES:
+        try:
+            said = ask("Leave that out? [y]es, [a]lways when it must be, [n]o: ").strip().lower()[:1]
+        except (KeyboardInterrupt, EOFError):
+            return "stop"
+    return _CHOICES[said]
 
 
 def _text(typed: str) -> str:

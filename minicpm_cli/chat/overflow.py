@@ -5,6 +5,7 @@ The system prompt and the last question always stay.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -60,13 +61,11 @@ def fit(messages: Messages, count: Count, limit: int, least: int = 0) -> tuple[M
     question alone is too long.
     """
     rest = messages[_system(messages) :]
-    starts = [i for i, message in enumerate(rest) if message.role == "user" and i > least]
-    for dropped in [least, *starts]:
-        kept = without(messages, dropped)
-        tokens = count(kept)
-        if tokens <= limit:
-            return kept, dropped
-    raise ContextOverflow(tokens, 0, limit)
+    starts = [least, *(i for i, message in enumerate(rest) if message.role == "user" and i > least)]
+    first = bisect_left(starts, True, key=lambda dropped: count(without(messages, dropped)) <= limit)
+    if first == len(starts):
+        raise ContextOverflow(count(without(messages, starts[-1])), 0, limit)
+    return without(messages, starts[first]), starts[first]
 
 
 def room_for_answer(wanted: int | None, context: int) -> int:

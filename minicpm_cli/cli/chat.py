@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -15,11 +16,12 @@ from minicpm_cli.chat import repl
 from minicpm_cli.chat.attach import path_of
 from minicpm_cli.chat.chat import Chat
 from minicpm_cli.chat.conversation import Turn
-from minicpm_cli.chat.lines import Lines, PipedLines, TypedLines
+from minicpm_cli.chat.lines import DumbLines, Lines, PipedLines, TypedLines
 from minicpm_cli.chat.made import Source
 from minicpm_cli.chat.overflow import OVERFLOWS
 from minicpm_cli.chat.replay import replay
 from minicpm_cli.chat.sessions import Sessions, Transcript, beginning
+from minicpm_cli.cli import completion
 from minicpm_cli.cli.options import LOAD, LOOKUP, MODEL, OUTPUT, SAMPLING, Flags, examples, takes
 from minicpm_cli.cli.runtime import Invocation, stdin_bytes
 from minicpm_cli.errors import UsageError
@@ -60,7 +62,12 @@ def chat(
     system: Annotated[str | None, typer.Option("-s", "--system", help="System prompt.", metavar="TEXT")] = None,
     go_on: Annotated[bool, typer.Option("-c", "--continue", help="Go on with the last conversation.")] = False,
     session: Annotated[
-        str | None, typer.Option(help="Name of the conversation to begin or go on with.", metavar="NAME")
+        str | None,
+        typer.Option(
+            help="Name of the conversation to begin or go on with.",
+            metavar="NAME",
+            autocompletion=completion.sessions,
+        ),
     ] = None,
     overflow: Annotated[
         str, typer.Option(help="When the context is full: stop, or drop-oldest.", metavar="WHAT", show_default=False)
@@ -72,6 +79,7 @@ def chat(
             help="Hold this conversation again: same model, settings and seeds, unless flags change them; then end. "
             "Exit code 1: an answer came out different.",
             metavar="NAME|FILE",
+            autocompletion=completion.sessions,
         ),
     ] = None,
     flags: Flags,
@@ -171,7 +179,9 @@ def _chosen(settings: Settings) -> Mapping[str, Any]:
 def _lines(one: Chat, settings: Settings, pipe: BinaryIO | None) -> Lines:
     if pipe is not None:
         return PipedLines(pipe)
-    lines = TypedLines(one, settings.data_dir / "history")
+    from prompt_toolkit.utils import is_dumb_terminal
+
+    lines = DumbLines(one, sys.stdin) if is_dumb_terminal() else TypedLines(one, settings.data_dir / "history")
     one.choose = lines.choose
     _greet(one)
     return lines

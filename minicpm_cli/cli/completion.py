@@ -13,7 +13,7 @@ from typing import Any
 import typer
 
 from minicpm_cli.errors import FileError, MinicpmError, UsageError
-from minicpm_cli.settings import config_path
+from minicpm_cli.settings import Settings, config_path
 from minicpm_cli.settings_file import ConfigFile
 from minicpm_cli.settings_table import ENTRIES, PROFILE
 
@@ -101,6 +101,16 @@ def variables(context: typer.Context, incomplete: str) -> list[Offer]:
         if name := context.params.get("template"):
             names = TemplateFolder.of_user().find(str(name)).variables
             return _fitting([(f"{name}=", "") for name in names], incomplete)
+    return []
+
+
+def sessions(incomplete: str) -> list[Offer]:
+    """The newest first, each with how it begins."""
+    from minicpm_cli.chat.sessions import Sessions
+
+    with suppress(MinicpmError, OSError):
+        found = Sessions(Settings.load().data_dir / "sessions").summaries()
+        return _fitting([(summary.name, summary.told()) for summary in found], incomplete)
     return []
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from collections.abc import Iterator
@@ -20,10 +21,10 @@ def run(tmp_path: Path) -> Iterator[Start]:
     """run(*arguments, rows=..., VARIABLE=...) -> the program at its first prompt."""
     running = []
 
-    def start(*arguments: str, **options: object) -> pexpect.spawn:
+    def start(*arguments: str, prompt: str = PROMPT, **options: object) -> pexpect.spawn:
         child = spawn(tmp_path, "chat", "--session", "s", *arguments, **options)  # type: ignore[arg-type]
         running.append(child)
-        child.expect(PROMPT)
+        child.expect(prompt)
         return child
 
     yield start
@@ -216,3 +217,24 @@ def test_what_goes_when_the_context_is_full_is_asked_first(run: Start, tmp_path:
     child.expect(PROMPT)
     assert leave(child) == 0
     assert len(said(tmp_path)) == 6, "what is not sent is kept"
+
+
+def test_a_terminal_that_obeys_nothing_is_sent_nothing_to_obey(run: Start, tmp_path: Path) -> None:
+    child = run("--ctx", "16", TERM="dumb", prompt="> ")
+    child.logfile_read = raw = io.StringIO()
+    for typed, answer in (
+        ("one two", "You said: one two"),
+        ("/stats", "context: 8 of 16 tokens left"),
+        ("three\\\rfour", "You said: three\r\n"),
+    ):
+        child.send(f"{typed}\r")
+        child.expect(answer)
+        child.expect("> ")
+    child.send("five\r")
+    child.expect("Leave that out")
+    child.send("y\r")
+    child.expect("You said: five")
+    child.expect("> ")
+    assert leave(child) == 0
+    assert "\x1b" not in raw.getvalue()
+    assert said(tmp_path)[2] == "three\nfour"

@@ -81,6 +81,14 @@ def test_the_oldest_exchanges_go_and_the_system_prompt_stays(limit: int, kept: s
     assert (" ".join(m.content for m in messages), gone) == (kept, dropped)
 
 
+def test_few_prompts_are_counted_to_find_what_fits() -> None:
+    messages = tuple(Message("user" if n % 2 == 0 else "assistant", str(n)) for n in range(2001))
+    counted = []
+    kept, dropped = fit(messages, lambda kept: counted.append(kept) or len(kept), 301)  # type: ignore[func-returns-value]
+    assert (len(kept), dropped) == (301, 1700)
+    assert len(counted) < 12
+
+
 def test_a_question_that_is_too_long_alone_is_an_error() -> None:
     with pytest.raises(ContextOverflow, match="prompt 2"):
         fit(TALK, len, 1)

@@ -83,6 +83,14 @@ def test_every_word_that_is_offered_is_allowed() -> None:
     assert options >= {name for name, entry in ENTRIES.items() if entry.choices and name not in ("color", "profile")}
 
 
+def test_sessions(offered, cli) -> None:
+    assert offered("minicpm chat --session ") == []
+    for name in ("rivers", "rome", "other"):
+        assert cli("chat", "--session", name, stdin=b"hello\n").code == 0
+    assert offered("minicpm chat --replay ro") == ["rome"]
+    assert set(offered("minicpm chat --session r")) == {"rivers", "rome"}
+
+
 def test_profiles_and_what_can_be_unset(offered, home: Path) -> None:
     (home / "config.toml").write_text("ctx = 1\n[profiles.fast]\nseed = 1\n[profiles.slow]\nctx = 2\n")
     assert offered("minicpm run --profile ") == ["fast", "slow"]
