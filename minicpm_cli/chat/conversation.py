@@ -39,11 +39,13 @@ class Conversation:
     """Turns in order, the system prompt (if any) first. Every change goes to `record` at once.
 
     Whatever `record` raises comes after the change; `behind` says that the next change has to write everything.
+    `before_reset` is what `reset` took away.
     """
 
     turns: list[Turn] = field(default_factory=list)
     record: Record | None = None
     behind: bool = False
+    before_reset: list[Turn] = field(default_factory=list)
 
     @property
     def messages(self) -> Messages:
@@ -107,7 +109,16 @@ class Conversation:
 
     def reset(self) -> None:
         """Only the system prompt stays."""
+        if self.questions:
+            self.before_reset = self.turns
         self.replace(self.turns[:1] if self.system is not None else [])
+
+    def take_back_reset(self) -> bool:
+        """False when there was none."""
+        turns, self.before_reset = self.before_reset, []
+        if turns:
+            self.replace(turns)
+        return bool(turns)
 
     def replace(self, turns: Sequence[Turn]) -> None:
         self.turns = list(turns)

@@ -57,13 +57,21 @@ def edit(chat: Chat, argument: str) -> None:
 
 
 def undo(chat: Chat, argument: str) -> None:
-    taken = chat.conversation.undo(_number("/undo", argument))
+    count = _number("/undo", argument)
+    if not chat.conversation.questions and chat.conversation.take_back_reset():
+        chat.terminal.line(f"took back the reset: {_questions(chat.conversation.questions)} again")
+        return
+    taken = chat.conversation.undo(count)
     chat.terminal.line(f"took back {_questions(taken)}; {chat.conversation.questions} left")
 
 
 def reset(chat: Chat, argument: str) -> None:
     chat.conversation.reset()
-    chat.terminal.line("a new beginning" + ("; the system prompt stays" if chat.conversation.system else ""))
+    chat.terminal.line(
+        "a new beginning; "
+        + ("the system prompt stays; " if chat.conversation.system else "")
+        + "/undo at once takes that back"
+    )
 
 
 def branch(chat: Chat, argument: str) -> None:

@@ -146,6 +146,24 @@ def test_commands_on_the_list(make: Make) -> None:
             commands.run(chat, line)
 
 
+def test_a_reset_can_be_taken_back(make: Make) -> None:
+    chat = make()
+    chat.conversation.set_system("brief")
+    chat.say("one")
+    said = contents(chat)
+    commands.run(chat, "/reset")
+    commands.run(chat, "/reset")
+    assert [turn.message.content for turn in stored(chat)] == ["brief"]
+    chat.say("two")
+    commands.run(chat, "/undo")
+    commands.run(chat, "/undo")
+    assert contents(chat) == said
+    assert [turn.message.content for turn in stored(chat)] == said
+    commands.run(chat, "/undo")
+    commands.run(chat, "/undo")
+    assert contents(chat) == ["brief"]
+
+
 def test_branches(make: Make) -> None:
     chat = make()
     for question in ("one", "two", "three"):
