@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, BinaryIO, Protocol, TextIO
 from minicpm_cli.chat.attach import decode
 from minicpm_cli.chat.chat import Chat
 from minicpm_cli.chat.editor import edited
+from minicpm_cli.chat.keyboard import echoed
 from minicpm_cli.chat.overflow import Choice, Excess
 from minicpm_cli.chat.terminal import Terminal
 from minicpm_cli.disk import private_folder
@@ -80,7 +81,8 @@ class DumbLines:
         return text
 
     def choose(self, excess: Excess) -> Choice:
-        return _chosen(self._terminal, excess, self._line)
+        with echoed():
+            return _chosen(self._terminal, excess, self._line)
 
     def _line(self, prompt: str) -> str:
         self._terminal.err.write(prompt)
