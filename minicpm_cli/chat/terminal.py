@@ -5,7 +5,10 @@ What comes from a model or a file is shown, never obeyed: on a terminal, control
 
 from __future__ import annotations
 
+import io
+import os
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TextIO
 
@@ -76,5 +79,23 @@ class Terminal:
 
     def line(self, text: str) -> None:
         """A line on stderr that is always shown."""
-        self.err.write((neutral(text) if self.err_tty else text) + "\n")
+        self.err.write((_wrapped(neutral(text), _columns(self.err)) if self.err_tty else text) + "\n")
         self.err.flush()
+
+
+def _columns(stream: TextIO) -> int | None:
+    """Of the window; None where that is not known."""
+    with suppress(OSError, ValueError):  # no file, or one that is no terminal
+        return os.get_terminal_size(stream.fileno()).columns or None
+    return None
+
+
+def _wrapped(text: str, columns: int | None) -> str:
+    """Broken between words: a terminal breaks within them."""
+    if columns is None or len(text.encode()) <= columns:
+        return text
+    from rich.console import Console
+    from rich.text import Text
+
+    lines = Text(text).wrap(Console(width=columns, file=io.StringIO()), columns)
+    return "\n".join(line.plain.rstrip() for line in lines)
