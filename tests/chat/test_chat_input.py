@@ -212,7 +212,7 @@ def test_what_goes_when_the_context_is_full_is_asked_first(run: Start, tmp_path:
     child.send("\r")
     child.expect("Leave that out")
     child.send("y\r")
-    child.expect(r"does not see the oldest question, from 'one two'\s+on any more")
+    child.expect(r"see the oldest question,\s+from\s+'one\s+two'\s+on any more")
     child.expect("You said: five")
     child.expect(PROMPT)
     assert leave(child) == 0
