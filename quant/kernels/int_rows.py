@@ -27,7 +27,7 @@ class IntRows:
         self.packed, self.folder = w, folder  # of compiled kernels
         self.first_rows = first_rows(w)
         self.compiled = rows_cuda.supported(w, dtype, folder)
-        self.bulk = rows_bulk.Product(w, dtype, folder) if rows_bulk.supported(w, dtype, folder) else None
+        self.bulk = rows_bulk.Product(w, dtype, folder) if rows_bulk.supported(w, dtype) else None
 
     def __call__(
         self,
@@ -37,7 +37,7 @@ class IntRows:
         out: Tensor | None = None,  # [T, N], may be `onto`; else it is made
     ) -> Tensor:  # [T, N]
         """onto + alpha * x @ W^T, weights rounded to x's type, sums in float32; the same bits at every call."""
-        if self.bulk is not None and len(x) >= self.first_rows:
+        if self.bulk is not None and len(x) >= self.first_rows and self.bulk.ready(len(x)):
             return self.bulk(x, onto, alpha, out)
         if self.compiled and _faster_compiled(len(x), self.packed):
             return rows_cuda.product(x, self.packed, onto, alpha, self.folder)
@@ -60,7 +60,7 @@ def first_rows(w: DeviceInt) -> int:
     """From which number of rows on the copy engine's kernel is the fastest.
 
     A chain of MiniCPM-2B's products on an H200, against the other two kernels: in 4 bits 1.42 ms at 32 rows (1.78),
-    1.66 at 64 (2.12), 2.14 at 128 (3.67), but 1.25 at 16 (1.18); in 8 bits 2.76 at 128 (3.08), and at 64 rows only gate
+    1.73 at 64 (2.12), 2.14 at 128 (3.67), but 1.25 at 16 (1.18); in 8 bits 2.76 at 128 (3.08), and at 64 rows only gate
     and up (19 us of 27); the head in 4 bits 133 us at 64 rows (132).
     """
     tiles = -(-w.N // 64)

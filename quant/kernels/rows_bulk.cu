@@ -10,12 +10,10 @@
 // Plain weights come as CHUNKS of 64 columns, eight rows of each before the next eight rows: memory is read along its rows.
 // With one chunk, in boxes of two dimensions, numbers of rows and columns are any.
 //
-// With a GATE the upper half of a block's rows are gate rows, the lower half the up rows of the same outputs.
-//
 // Set by the compiler's options: BITS (16: plain), HALF (x is float16, else bfloat16), SCALE (0 float16, 1 bfloat16,
 // 2 float32), KIND (0 middle, 1 zero points, 2 shifts), RUN (columns under one scale, in units of 32), NT, WG, PARTS,
-// DEPTH, CHUNKS, GATE (0 none, 1 silu, 2 relu). The instructions stand in rows_ptx.cu, what rows.cu has too in
-// rows_common.cu; both go before this text.
+// DEPTH, CHUNKS. The instructions stand in rows_ptx.cu, what rows.cu has too in rows_common.cu; both go before
+// this text, with GATE as 0.
 
 enum { THREADS = WORKERS + 32 };
 // Blocks that share a processor, by the registers that they need: warps take turns at its four files of 512 a lane.
@@ -30,8 +28,8 @@ struct Params {
     const float *shift;
     const u8 *onto;
     u8 *out;
-    int N, K, groups, T;  // N: outputs, half as many as rows of W behind a gate
-    float alpha, threshold;
+    int N, K, groups, T;
+    float alpha;
 };
 
 struct Part {
@@ -40,15 +38,10 @@ struct Part {
     __device__ __forceinline__ Part(const Params &p) {
         int tile = blockIdx.x / PARTS, batches = (p.T + NT - 1) / NT, stages = (p.K + STAGE - 1) / STAGE;
         rank = blockIdx.x % PARTS, begin = rank * stages / PARTS, end = (rank + 1) * stages / PARTS;
-        first_n = tile / batches * OUTPUTS, first_t = tile % batches * NT, end_t = p.T, first_row = first_n;
+        first_n = tile / batches * ROWS, first_t = tile % batches * NT, end_t = p.T, first_row = first_n;
     }
-    // How far W's row for the block's row `local` is from its first, and whether it is one of its outputs.
-    __device__ __forceinline__ int apart(const Params &p, int local) const {
-        return GATE && local >= OUTPUTS ? local + p.N - OUTPUTS : local;
-    }
-    __device__ __forceinline__ bool inside(const Params &p, int local) const {
-        return first_n + (GATE && local >= OUTPUTS ? local - OUTPUTS : local) < p.N;
-    }
+    __device__ __forceinline__ int apart(const Params &, int local) const { return local; }
+    __device__ __forceinline__ bool inside(const Params &p, int local) const { return first_n + local < p.N; }
     __device__ __forceinline__ int block(int other) const { return other; }
     __device__ __forceinline__ int first_group() const { return begin * (STAGE / 32) / RUN; }
 };
@@ -72,16 +65,12 @@ __device__ __forceinline__ void begin_barriers(u32 barriers) {
     show_barriers();
 }
 __device__ __forceinline__ void load_w(const Params &p, const Part &part, const Ring &ring, int stage) {
+    u32 to = ring.stage() + X_BYTES;
     expect_bytes(ring.full(), STAGE_BYTES);
-#pragma unroll
-    for (int half = 0; half < (GATE ? 2 : 1); half++) {
-        u32 to = ring.stage() + X_BYTES + half * (OUTPUTS * ROW_BYTES);
-        int row = part.first_n + half * p.N;
-        if (CHUNKS > 1)
-            load_chunks(to, &p.w, stage * CHUNKS, row / 8, ring.full());
-        else
-            load_box(to, &p.w, stage * W_COLUMNS, row, ring.full());
-    }
+    if (CHUNKS > 1)
+        load_chunks(to, &p.w, stage * CHUNKS, part.first_n / 8, ring.full());
+    else
+        load_box(to, &p.w, stage * W_COLUMNS, part.first_n, ring.full());
 }
 __device__ __forceinline__ void load_x(const Params &p, const Part &part, const Ring &ring, int stage) {
 #pragma unroll

@@ -13,13 +13,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quant.kernels import nvrtc, rows_cuda
+from quant.kernels import nvrtc, rows_cuda, trial
 from quant.kernels.copy_engine import MAP_BYTES, SWIZZLE_64, SWIZZLE_128, Map, encoded
-from quant.kernels.gemv import GATES, SCALES
+from quant.kernels.gemv import SCALES
 from quant.kernels.layout import DeviceInt
 from quant.kernels.rows_cuda import PROCESSORS, WHOLE_ROW
 from quant.kernels.targets import SHARED_BYTES
-from quant.layers.around import Gate
 
 SOURCE = Path(__file__).with_name("rows_bulk.cu")
 BARRIER_BYTES = 128
@@ -38,11 +37,12 @@ class Ring(NamedTuple):
 
 # By bits and rows: for products of up to PROCESSORS tiles of 64 outputs, and for those of more. As measured on an H200
 # with MiniCPM-2B's products (N of 2304, 6912; 11520), a chain of 160: plain at 32 rows 1.55 ms where cuBLAS takes 1.79,
-# in 4 bits at 64 rows 1.66 and at 128 rows 2.14 ms, where unpacking takes 1.65 before cuBLAS begins.
+# in 4 bits at 64 rows 1.73 and at 128 rows 2.14 ms, where unpacking takes 1.65 before cuBLAS begins (both before the
+# scales' loads went out together).
 RINGS = {
     (16, 16): (Ring(1, 8, 2, 108), Ring(2, 5, 2, 90)),
     (16, 32): (Ring(1, 8, 2, 108), Ring(2, 5, 2, 90)),
-    (16, 64): (Ring(1, 6, 2, 108), Ring(3, 6, 1, 120)),
+    (16, 64): (Ring(1, 6, 2, 108), Ring(2, 4, 2, 90)),
     (16, 96): (Ring(2, 7, 1, 81), Ring(2, 7, 1, 81)),
     (16, 128): (Ring(2, 6, 1, 81), Ring(2, 6, 1, 81)),
     (4, 16): (Ring(1, 8, 1, 324), Ring(1, 8, 1, 360)),
@@ -76,7 +76,6 @@ class Parameters(ctypes.Structure):
         ("groups", ctypes.c_int),
         ("T", ctypes.c_int),
         ("alpha", ctypes.c_float),
-        ("threshold", ctypes.c_float),
     )
 
 
@@ -94,20 +93,15 @@ class Form:
     parts: int  # of the columns, a block each: a cluster of at most 8
     depth: int  # stages of the ring
     chunks: int = 1  # of 64 columns of plain weights in a stage
-    gate: int = 0
 
     @property
     def options(self) -> tuple[str, ...]:
         names = ("BITS", "HALF", "SCALE", "KIND", "RUN", "NT", "WG", "PARTS", "DEPTH", "CHUNKS", "GATE")
-        return tuple(f"-D{name}={int(value)}" for name, value in zip(names, astuple(self), strict=True))
+        return tuple(f"-D{name}={int(value)}" for name, value in zip(names, (*astuple(self), 0), strict=True))
 
     @property
     def rows(self) -> int:
         return 64 * self.warp_groups
-
-    @property
-    def outputs(self) -> int:
-        return self.rows // 2 if self.gate else self.rows
 
     @property
     def stage(self) -> int:  # columns
@@ -129,33 +123,26 @@ class Form:
         return 1024 + max(ring, sums) + BARRIER_BYTES + groups * self.rows * 4 * (self.kind + 1)
 
 
-def supported(weight: Tensor | DeviceInt, dtype: torch.dtype, folder: Path | None = None) -> bool:
+def supported(weight: Tensor | DeviceInt, dtype: torch.dtype) -> bool:
     """Rows of whole 16-byte pieces on 16-byte boundaries, groups of whole 32 columns or of a whole row."""
     if isinstance(weight, DeviceInt):
-        return rows_cuda.fits(weight, dtype) and unavailable(weight.words.device, folder) is None
+        return rows_cuda.fits(weight, dtype) and rows_cuda.missing(weight.words.device) is None
     fits = weight.shape[1] % 8 == 0 and weight.is_contiguous() and weight.data_ptr() % 16 == 0
     halves = weight.dtype == dtype and dtype in (torch.bfloat16, torch.float16)
-    return fits and halves and unavailable(weight.device, folder) is None
+    return fits and halves and rows_cuda.missing(weight.device) is None
 
 
 @functools.cache
-def unavailable(device: torch.device, folder: Path | None = None) -> str | None:
-    """Why the kernel cannot run on this device; None where it can."""
-    return rows_cuda.missing(device) or _disagreement(device, folder)
-
-
-def _disagreement(device: torch.device, folder: Path | None) -> str | None:
-    """A small product by the kernel, in a form that a batch takes, too, against torch."""
-    g = torch.Generator().manual_seed(0)
-    w, x = (torch.randn(rows, 512, generator=g).to(device, torch.bfloat16) for rows in (128, 16))
-    ref = x.double() @ w.double().T
-    try:
-        with torch.cuda.device(device):
-            out = product(x, w, folder=folder, form=form_of(w, w.dtype, 16, 1, 3, 8, 2))
-    except nvrtc.KernelError as error:
-        return str(error)
-    off = float((out.double() - ref).norm() / ref.norm())
-    return None if off < 1e-2 else f"a product is off by {off:.1e}"
+def disagreement(form: Form, device: torch.device, folder: Path | None = None) -> str | None:
+    """Why a form cannot be trusted on a device, after a small product in it; None where it can."""
+    dtype, n, k = torch.float16 if form.half else torch.bfloat16, form.rows + 24, form.stage * (form.parts + 1)
+    return trial.disagreement(
+        lambda x, weight, onto: product(x, weight, onto, 0.5, folder=folder, form=form),
+        lambda: trial.weight(form.bits, form.scale, form.kind, form.run, dtype, n, k, device),
+        form.batch - 3,
+        dtype,
+        device,
+    )
 
 
 def form_of(
@@ -166,9 +153,8 @@ def form_of(
     parts: int = 1,
     depth: int = 4,
     chunks: int = 1,
-    gate: Gate | None = None,
 ) -> Form:
-    half, shape = dtype == torch.float16, (batch, warp_groups, parts, depth, chunks, GATES[gate.kind] if gate else 0)
+    half, shape = dtype == torch.float16, (batch, warp_groups, parts, depth, chunks)
     if isinstance(weight, Tensor):
         return Form(16, half, 0, 0, 1, *shape)
     kind = 2 if weight.shift is not None else 0 if weight.zero is None else 1
@@ -185,20 +171,15 @@ def most_rows(weight: Tensor) -> int:
     return 64 if weight.shape[0] <= MOST_OUTPUTS else 32 if weight.shape[0] <= MANY_OUTPUTS else 0
 
 
-def most_gated_rows(weight: Tensor) -> int:
-    """Up to which plain weights behind a gate are: the gate's own launch is saved."""
-    return 64 if weight.shape[0] <= MANY_OUTPUTS and weight.shape[0] % 2 == 0 else 0
-
-
-def choose(rows: int, weight: Tensor | DeviceInt, dtype: torch.dtype, gate: Gate | None = None) -> Form:
+def choose(rows: int, weight: Tensor | DeviceInt, dtype: torch.dtype) -> Form:
     """The form by the sizes, as measured on an H200."""
     n, k = weight.shape if isinstance(weight, Tensor) else (weight.N, weight.K)
     bits = 16 if isinstance(weight, Tensor) else weight.bits
     batch = next((b for b in BATCHES if b >= rows), BATCHES[-1])
     ring = RINGS[bits, batch][n > 64 * PROCESSORS]
-    if n % (16 if gate else 8) or k % 64:  # boxes of chunks reach no further than whole ones
+    if n % 8 or k % 64:  # boxes of chunks reach no further than whole ones
         ring = ring._replace(depth=min(8, ring.depth * ring.chunks), chunks=1)
-    form = form_of(weight, dtype, batch, ring.warp_groups, 1, ring.depth, ring.chunks, gate)
+    form = form_of(weight, dtype, batch, ring.warp_groups, 1, ring.depth, ring.chunks)
     most = min(MOST_PARTS, -(-k // form.stage))
     parts = max(1, min(most, round(ring.blocks / form.blocks(n, rows))))
     forms = (replace(form, parts=p, depth=d) for p in range(parts, most + 1) for d in range(ring.depth, 1, -1))
@@ -212,7 +193,7 @@ class Product:
         self.weight, self.dtype, self.folder = weight, dtype, folder  # the launches hold only its addresses
         self.N, self.K = weight.shape if isinstance(weight, Tensor) else (weight.N, weight.K)
         self.device = weight.device if isinstance(weight, Tensor) else weight.words.device
-        self._launches: dict[tuple[int, str], tuple[Form, nvrtc.Launcher, Parameters]] = {}
+        self._launches: dict[int, tuple[Form, nvrtc.Launcher, Parameters] | None] = {}
 
     def __call__(
         self,
@@ -220,24 +201,29 @@ class Product:
         onto: Tensor | None = None,  # [T, N]
         alpha: float = 1.0,
         out: Tensor | None = None,  # [T, N], may be `onto`; taken if it is contiguous
-        gate: Gate | None = None,  # halves the outputs
     ) -> Tensor:  # [T, N]
-        """onto + alpha * gate(x @ W^T), weights rounded to x's type, sums in float32; the same bits at every call."""
+        """onto + alpha * x @ W^T, weights rounded to x's type, sums in float32; the same bits at every call."""
         rows = x if x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 else x.contiguous()
         onto = None if onto is None else onto.contiguous()
         if out is None or not out.is_contiguous():
-            out = x.new_empty(len(x), self.N // 2 if gate else self.N)
-        form, launcher, p = self._launch(len(x), gate)
-        p.threshold = gate.threshold if gate else 0.0
+            out = x.new_empty(len(x), self.N)
+        launch = self._launch(len(x))
+        assert launch is not None, "a form that failed its trial: see `ready`"
+        form, launcher, p = launch
         set_call(p, form, rows, out, onto, alpha, encoded)
         launcher(torch.cuda.current_stream(self.device).cuda_stream)
         return out
 
-    def _launch(self, rows: int, gate: Gate | None) -> tuple[Form, nvrtc.Launcher, Parameters]:
-        key = rows, gate.kind if gate else ""
-        if key not in self._launches:
-            self._launches[key] = self.prepare(rows, choose(rows, self.weight, self.dtype, gate))
-        return self._launches[key]
+    def ready(self, rows: int) -> bool:
+        """Whether the form for so many rows can be trusted here; it is compiled and tried once a process."""
+        return self._launch(rows) is not None
+
+    def _launch(self, rows: int) -> tuple[Form, nvrtc.Launcher, Parameters] | None:
+        if rows not in self._launches:
+            form = choose(rows, self.weight, self.dtype)
+            refused = disagreement(form, self.device, self.folder)
+            self._launches[rows] = None if refused else self.prepare(rows, form)
+        return self._launches[rows]
 
     def prepare(self, rows: int, form: Form) -> tuple[Form, nvrtc.Launcher, Parameters]:
         p = parameters(form, self.weight, encoded)
@@ -258,19 +244,18 @@ def product(
 ) -> Tensor:  # [T, N]
     """Once, in a given form."""
     made = Product(weight, x.dtype, folder)
-    made._launches[len(x), ""] = made.prepare(len(x), form)
+    made._launches[len(x)] = made.prepare(len(x), form)
     return made(x, onto, alpha, out)
 
 
 def parameters(form: Form, weight: Tensor | DeviceInt, encode: Callable[[Map], bytes]) -> Parameters:
     """What is the same at every call."""
-    p, n = Parameters(), weight.shape[0] if isinstance(weight, Tensor) else weight.N
+    p = Parameters()
     ctypes.memmove(p.w, encode(weight_map(weight, form)), MAP_BYTES)
-    p.N = n // 2 if form.gate else n
     if isinstance(weight, Tensor):
-        p.K = weight.shape[1]
+        p.N, p.K = weight.shape
         return p
-    p.K, p.groups, p.scale = weight.K, weight.scale.shape[1], weight.scale.data_ptr()
+    p.N, p.K, p.groups, p.scale = weight.N, weight.K, weight.scale.shape[1], weight.scale.data_ptr()
     p.zero = None if weight.zero is None else weight.zero.data_ptr()
     p.shift = None if weight.shift is None else weight.shift.data_ptr()
     return p
@@ -289,12 +274,12 @@ def set_call(
 def weight_map(weight: Tensor | DeviceInt, form: Form) -> Map:
     if isinstance(weight, DeviceInt):
         words, swizzle = weight.words, SWIZZLE_64 if weight.bits == 4 else SWIZZLE_128
-        words_box = form.stage * weight.bits // 32, form.outputs
+        words_box = form.stage * weight.bits // 32, form.rows
         return Map(words.data_ptr(), (words.shape[1], weight.N), (4 * words.shape[1],), words_box, 4, swizzle)
     n, k = weight.shape
     if form.chunks == 1:
-        return Map(weight.data_ptr(), (k, n), (2 * k,), (64, form.outputs), 2, SWIZZLE_128)
-    box = 64, 8, form.chunks, form.outputs // 8
+        return Map(weight.data_ptr(), (k, n), (2 * k,), (64, form.rows), 2, SWIZZLE_128)
+    box = 64, 8, form.chunks, form.rows // 8
     return Map(weight.data_ptr(), (64, 8, k // 64, n // 8), (2 * k, 128, 16 * k), box, 2, SWIZZLE_128)
 
 

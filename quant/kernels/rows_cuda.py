@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quant.kernels import nvrtc, targets
+from quant.kernels import nvrtc, targets, trial
 from quant.kernels.gemv import GATES, SCALES
 from quant.kernels.layout import DeviceInt
 from quant.kernels.targets import SHARED_BYTES
@@ -135,30 +135,22 @@ def missing(device: torch.device) -> str | None:
 
 
 @functools.cache
-def unavailable(device: torch.device, folder: Path | None = None) -> str | None:
-    """Why the kernel cannot run on this device; None where it can."""
-    return missing(device) or _disagreement(device, folder)
+def disagreement(form: Form, device: torch.device, folder: Path | None = None) -> str | None:
+    """Why a kind of weights cannot be trusted to the kernel on a device, after a small product; None where it can."""
+    dtype, n = torch.float16 if form.half else torch.bfloat16, form.rows + 24
 
+    def run(x: Tensor, weight: Tensor | DeviceInt, onto: Tensor) -> Tensor:
+        assert isinstance(weight, DeviceInt)
+        return product(x, weight, onto, 0.5, folder, form)
 
-def _disagreement(device: torch.device, folder: Path | None) -> str | None:
-    """A small product by the kernel, against torch: what a driver or compiler got wrong would be wrong quietly."""
-    g = torch.Generator().manual_seed(0)
-    words = torch.randint(-(2**31), 2**31 - 1, (128, 64), dtype=torch.int32, generator=g).to(device)
-    w = DeviceInt(4, 128, words, torch.rand(128, 4, generator=g).half().to(device), None, None)
-    x = torch.randn(16, 512, generator=g).to(device, torch.bfloat16)
-    ref = x.double() @ w.dequantize(torch.float64).T
-    try:
-        with torch.cuda.device(device):
-            out = product(x, w, folder=folder, form=form_of(w, x.dtype, 16, 1, 2, 4))
-    except nvrtc.KernelError as error:
-        return str(error)
-    off = float((out.double() - ref).norm() / ref.norm())
-    return None if off < 1e-2 else f"a product is off by {off:.1e}"
+    make = functools.partial(trial.weight, form.bits, form.scale, form.kind, form.run, dtype, n, 512, device)
+    return trial.disagreement(run, make, form.batch - 3, dtype, device)
 
 
 def supported(w: DeviceInt, dtype: torch.dtype, folder: Path | None = None) -> bool:
-    """Rows of whole 16-byte pieces, groups of whole 32 columns or of a whole row."""
-    return fits(w, dtype) and unavailable(w.words.device, folder) is None
+    """Rows of whole 16-byte pieces, groups of whole 32 columns or of a whole row, of a kind that passed its trial."""
+    device = w.words.device
+    return fits(w, dtype) and not missing(device) and not disagreement(form_of(w, dtype, 16, 1, 2, 4), device, folder)
 
 
 def fits(w: DeviceInt, dtype: torch.dtype) -> bool:

@@ -24,9 +24,7 @@ class CUDADense:
         self.fused_rows = MOST_ROWS
         self.gemv = Gemv(weight, weight.dtype, folder)
         self.rows = rows_bulk.Product(weight, weight.dtype, folder)
-        fits = rows_bulk.supported(weight, weight.dtype, folder)
-        self.batch_rows = rows_bulk.most_rows(weight) if fits else 0
-        self.gated_rows = range(MOST_ROWS + 1, rows_bulk.most_gated_rows(weight) + 1 if fits else 0)
+        self.batch_rows = rows_bulk.most_rows(weight) if rows_bulk.supported(weight, weight.dtype) else 0
 
     @property
     def nbytes(self) -> int:
@@ -35,7 +33,7 @@ class CUDADense:
     def __call__(self, x: Tensor) -> Tensor:  # [T, K]
         if 0 < len(x) <= MOST_ROWS:
             return self.gemv(x)
-        if 0 < len(x) <= self.batch_rows:
+        if 0 < len(x) <= self.batch_rows and self.rows.ready(len(x)):
             return self.rows(x)
         return functional.linear(x, self.whole)[:, : self.out_features]
 
@@ -52,15 +50,11 @@ class CUDADense:
         """onto + alpha * gate(W @ norm(x)) for 1 to `fused_rows` rows, rounded once."""
         return self.gemv(x, norm, gate, onto, alpha, float32_out=float32_out)
 
-    def gated(self, x: Tensor, gate: Gate) -> Tensor:  # [T, K] -> [T, N/2]
-        """gate(W @ x) for a number of rows in `gated_rows`, rounded once."""
-        return self.rows(x, gate=gate)
-
     def added(self, x: Tensor, onto: Tensor, alpha: float, inplace: bool = False) -> Tensor:  # [T, N]
         """onto + alpha * W @ x for any number of rows; with `inplace`, `onto` may be overwritten by it."""
         if 0 < len(x) <= MOST_ROWS:
             return self.gemv(x, onto=onto, alpha=alpha)
-        if 0 < len(x) <= self.batch_rows:
+        if 0 < len(x) <= self.batch_rows and self.rows.ready(len(x)):
             return self.rows(x, onto, alpha, onto if inplace else None)
         return torch.addmm(onto, x, self.weight.T, alpha=alpha, out=onto if inplace else None)
 

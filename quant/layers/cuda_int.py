@@ -32,9 +32,6 @@ class CUDAInt:
         self.dequantize = Dequantizer(packed, dtype, folder)
         self.rows = int_rows.IntRows(packed, dtype, folder) if int_rows.supported(packed, dtype, folder) else None
         self.packed_rows = PACKED_ROWS
-        self.gated_rows = (
-            range(int_rows.first_rows(packed), PACKED_ROWS + 1) if self.rows and self.rows.bulk else range(0)
-        )
 
     def over(self, packed: DeviceInt) -> CUDAInt:
         """The same kind of layer over other weights."""
@@ -64,12 +61,6 @@ class CUDAInt:
         """onto + alpha * gate(W @ norm(x)) for 1 to `fused_rows` rows, rounded once."""
         assert self.gemv is not None
         return self.gemv(x, norm, gate, onto, alpha, float32_out=float32_out)
-
-    def gated(self, x: Tensor, gate: Gate) -> Tensor:  # [T, K] -> [T, N/2]
-        """gate(W @ x) for a number of rows in `gated_rows`, rounded once."""
-        assert self.rows is not None
-        assert self.rows.bulk is not None
-        return self.rows.bulk(x, gate=gate)
 
     def added(self, x: Tensor, onto: Tensor, alpha: float, inplace: bool = False) -> Tensor:  # [T, N]
         """onto + alpha * W @ x for any number of rows; with `inplace`, `onto` may be overwritten by it."""

@@ -148,24 +148,3 @@ def test_products_by_the_copy_engine(emulated, rows, n, k, bits, group, kind, dt
     assert 0 < used <= form.shared_bytes(k)
     weights = w.double() if isinstance(w, Tensor) else w.dequantize(torch.float64)
     assert relative_error(out, onto.double() + 0.5 * (x.double() @ weights.T)) < BOUND[dtype]
-
-
-@pytest.mark.parametrize(
-    ("bits", "n", "shape", "gate"),
-    [
-        (16, 40, (8, 1, 2, 2, 2), Gate("silu")),
-        (4, 33, (8, 1, 1, 2), Gate("relu", 0.5)),
-        (16, 101, (8, 3, 1, 2), Gate("silu")),
-    ],
-)
-def test_gates_by_the_copy_engine(emulated, bits, n, shape, gate):
-    g, k = torch.Generator().manual_seed(0), 256
-    w = packed(2 * n, k, bits, 64, "zero") if bits < 16 else torch.randn(2 * n, k, generator=g).to(BF16)
-    x, out = torch.randn(6, k, generator=g).to(BF16), torch.full((6, n), torch.nan, dtype=BF16)
-    form = rows_bulk.form_of(w, BF16, *shape, gate=gate)
-    p = rows_bulk.parameters(form, w, as_emulated)
-    p.threshold = gate.threshold
-    rows_bulk.set_call(p, form, x, out, None, 1.0, as_emulated)
-    assert emulated(form).emulate(ctypes.byref(p), form.blocks(2 * n, 6), 1) > 0
-    weights = w.double() if isinstance(w, Tensor) else w.dequantize(torch.float64)
-    assert relative_error(out, gate(x.double() @ weights.T)) < BOUND[BF16]
