@@ -12,16 +12,57 @@ from minicpm_cli.errors import RequestError
 Role = Literal["system", "user", "assistant", "tool"]
 ROLES: tuple[Role, ...] = ("system", "user", "assistant", "tool")
 Channel = Literal["think", "answer"]
-FinishReason = Literal["stop", "length", "cancelled", "error"]
+FinishReason = Literal["stop", "length", "cancelled", "error", "tool_calls", "malformed_tool_call"]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call that an assistant made; `arguments` is the text of a JSON object."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallDelta:
+    """A piece of a call on its way: the first of each `index` has its id and name, all together its arguments."""
+
+    index: int
+    arguments: str = ""
+    id: str | None = None
+    name: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that the model may call. `parameters` is a JSON schema, `definition` what the template is given."""
+
+    name: str
+    parameters: Mapping[str, Any]
+    definition: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """Whether the model may call, or must; `name` is the one function that it must call then."""
+
+    mode: Literal["none", "auto", "required"] = "auto"
+    name: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One turn of a conversation. `reasoning` is what an assistant thought, without its tags."""
+    """One turn of a conversation. `reasoning` is what an assistant thought, without its tags.
+
+    An assistant's turn may hold `tool_calls`, a tool's turn the result of the one with `tool_call_id`.
+    """
 
     role: Role
     content: str
     reasoning: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,13 +146,17 @@ class Request:
     prefill: str = ""
     ids: Sequence[int] | None = None
     channel: Channel = "answer"
+    tools: tuple[Tool, ...] = ()
+    tool_choice: ToolChoice = ToolChoice()
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
     """A piece of an answer. The last event of a request carries `finish`, `usage` and `timings`.
 
-    `error` is set when the request failed; the others go on.
+    An event with `tool_call` has no text. `finish` is "tool_calls" where the answer called, "malformed_tool_call"
+    where something that began as a call was none and came as text. `error` is set when the request failed; the others
+    go on.
     """
 
     id: str
@@ -123,6 +168,7 @@ class Event:
     seed: int | None = None
     logprobs: tuple[Logprob, ...] = ()
     error: Exception | None = None
+    tool_call: ToolCallDelta | None = None
 
 
 class TokenSink(Protocol):
