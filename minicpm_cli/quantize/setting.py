@@ -40,8 +40,9 @@ def machine_of(device: torch.device, dtype: torch.dtype, target: Path) -> Machin
 
 
 def measured_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Operations a second of a square product, the best of what fits in PROBE_SECONDS."""
+    """Operations a second of a square product, the best of what fits in PROBE_SECONDS after a first one."""
     a = torch.ones(PROBE_SIZE, PROBE_SIZE, device=device, dtype=dtype)
+    (a @ a)[0, 0].item()  # loads cuBLAS: counted, that alone made two minutes on a GPU look like 14 hours
     best, end = float("inf"), time.monotonic() + PROBE_SECONDS
     while time.monotonic() < end:
         begun = time.monotonic()
