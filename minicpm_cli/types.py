@@ -72,7 +72,8 @@ class SamplingParams:
     temperature 0 is argmax; top_k 0 and top_p 1 mean off; top_p 0 keeps the most likely token only.
     `max_tokens` None means: what is left of the context. `seed` None means: drawn afresh.
     `logprobs` N returns the N most likely tokens' log-probabilities beside the chosen one's.
-    `think` None leaves the template's default. `schema` and `regex` constrain the output.
+    `think` None leaves the template's default. `schema` (JSON text) or `regex` constrains the answer, not the thinking;
+    `{"type": "object"}` is any JSON object.
     """
 
     temperature: float = 1.0
@@ -178,10 +179,13 @@ class TokenSink(Protocol):
 
 
 class TokenMask(Protocol):
-    """Structured output: which tokens may come next. `row` is an int32 bitmask, 32 tokens a word."""
+    """Structured output: which tokens may come next. `row` is an int32 bitmask, 32 tokens a word.
+
+    `accept` is told each token that does not end the answer, and may end it.
+    """
 
     def fill(self, row: Any) -> None: ...
-    def accept(self, token: int) -> None: ...
+    def accept(self, token: int) -> FinishReason | None: ...
 
 
 def check_sampling(given: Mapping[str, Any]) -> dict[str, Any]:

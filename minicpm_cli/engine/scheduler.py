@@ -292,8 +292,8 @@ def _verdict(seq: Sequence, token: int) -> FinishReason | None:
     if token in request.eos_ids:
         return "stop"
     finish = request.sink.push(token) if request.sink else None
+    if finish is None and request.mask:
+        finish = request.mask.accept(token)
     if finish is None and len(seq.tokens) >= seq.end:
         return "length"
-    if finish is None and request.mask:
-        request.mask.accept(token)
     return finish

@@ -6,12 +6,12 @@ from typing import Any
 
 from minicpm_cli.text.detok import THINK_TAGS, TextSink, ThinkTags
 from minicpm_cli.text.tokenizer import Tokenizer
-from minicpm_cli.types import SamplingParams, TokenMask
+from minicpm_cli.types import FinishReason, SamplingParams
 
 
 def think_budget(
     params: SamplingParams, tokenizer: Tokenizer, sink: TextSink, think_tags: ThinkTags = THINK_TAGS
-) -> TokenMask | None:
+) -> ThinkBudget | None:
     """What keeps `params.think_budget` for the answer that goes through `sink`; None where there is no limit."""
     if params.think_budget is None:
         return None
@@ -41,15 +41,21 @@ class ThinkBudget:
             row[:] = 0
             row[token // 32] = _bit(token % 32)
 
-    def accept(self, token: int) -> None:
+    @property
+    def forced(self) -> bool:
+        """Whether the next token is one of those that end thinking."""
+        return self._forced
+
+    def accept(self, token: int) -> FinishReason | None:
         thought, self._thinking = self._thinking, self._sink.thinking
         if self._forced:
             self._place += 1
             self._forced = self._place < len(self._closing)
             self._place *= self._forced
-            return
+            return None
         self._left -= thought and self._thinking
         self._forced = self._thinking and self._left <= 0
+        return None
 
 
 def _bit(place: int) -> int:
