@@ -58,6 +58,14 @@ class Mask:
         self.accepted.append(token)
 
 
+class Ending(Mask):
+    """Ends the answer with its third token."""
+
+    def accept(self, token: int) -> Any:
+        super().accept(token)
+        return "stop" if len(self.accepted) == 3 else None
+
+
 def last(events: list[TokenEvent], name: str) -> TokenEvent:
     mine = [event for event in events if event.id == name]
     assert [event for event in mine if event.finish] == mine[-1:], "one last event, and it is the last"
@@ -192,8 +200,19 @@ def test_a_mask_restrains_the_draw_and_hears_of_it() -> None:
     )
     got = [e.token for e in events if e.id == "a"]
     assert set(got) == allowed
-    assert mask.accepted == got[:-1]  # no token follows the last one
+    assert mask.accepted == got  # also of the last one: it may be what completes the answer
     assert_other_is_well(events)
+
+
+def test_a_mask_may_end_the_answer_also_where_the_limit_would() -> None:
+    for limit in (3, 10):
+        engine, _ = engine_of()
+        events = run_checked(
+            engine, [request("a", prompt(6), SamplingParams(temperature=0, max_tokens=limit), mask=Ending({5})), OTHER]
+        )
+        assert [e.token for e in events if e.id == "a"] == [5, 5, 5]
+        assert last(events, "a").finish == "stop"
+        assert_other_is_well(events)
 
 
 def test_a_mask_that_allows_nothing_is_an_error_of_the_schema() -> None:
