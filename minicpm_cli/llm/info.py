@@ -57,6 +57,20 @@ class Totals:
     generated_tokens: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Occupancy:
+    """Requests in the engine, pages of its cache (held by requests; idle: known and free for others), and how many
+    requests had to give theirs back.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    pages_total: int = 0
+    pages_held: int = 0
+    pages_idle: int = 0
+    preemptions: int = 0
+
+
 class Prompts(Protocol):
     """What turns a request into the tokens that the model reads; it needs no weights."""
 

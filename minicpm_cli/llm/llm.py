@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 import time
 from array import array
-from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -20,7 +19,7 @@ from minicpm_cli.errors import MinicpmError
 from minicpm_cli.hub.files import ModelFiles
 from minicpm_cli.llm.checkpoint import KERNELS
 from minicpm_cli.llm.device import choose_device, choose_dtype, dtype_name
-from minicpm_cli.llm.info import LLMInfo, Speculated, Totals
+from minicpm_cli.llm.info import LLMInfo, Occupancy, Speculated, Totals
 from minicpm_cli.llm.opening import Opened, open_engine, plan_engine, refuse_later
 from minicpm_cli.llm.prompter import Prompter
 from minicpm_cli.llm.watch import Watch
@@ -89,6 +88,27 @@ class LLM:
     def gpu_peak_bytes(self) -> int | None:
         return None if self._watch is None else self._watch.gpu_peak_bytes
 
+    @property
+    def occupancy(self) -> Occupancy:
+        stats, scheduler = self._engine.stats, self._engine.scheduler
+        return Occupancy(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            pages_total=scheduler.pool.usable,
+            pages_held=scheduler.pool.held,
+            pages_idle=scheduler.pool.idle,
+            preemptions=stats.preemptions,
+        )
+
+    def cancel(self, request_id: str) -> None:
+        self._engine.abort(request_id)
+
+    def plain_ids(self, text: str) -> list[int]:
+        return self._prompter.tokenizer.encode(text, control=False)
+
+    def token_bytes(self, ident: int) -> bytes:
+        return self._prompter.tokenizer.piece(ident)
+
     def encoded(self, request: Request) -> Request:
         prompt = self._prompter.build(request)
         return replace(request, ids=array("I", prompt.ids), channel=prompt.channel)
@@ -100,15 +120,12 @@ class LLM:
         return self._prompter.pieces(ids)
 
     def stream(self, requests: Iterable[Request | None]) -> Generator[Event]:
-        running: dict[str, _Running] = {}
-        refused: deque[Event] = deque()
-        with closing(self._engine.generate(self._engine_requests(iter(requests), running, refused))) as tokens:
+        running: dict[str, _Running | _Refused] = {}
+        with closing(self._engine.generate(self._engine_requests(iter(requests), running))) as tokens:
             for token in tokens:
-                yield from _taken(refused)
                 yield from running[token.id].events(token)
                 if token.finish is not None:
                     del running[token.id]
-        yield from _taken(refused)
 
     def forget(self) -> None:
         self._engine.forget()
@@ -122,9 +139,11 @@ class LLM:
             torch.cuda.empty_cache()
 
     def _engine_requests(
-        self, requests: Iterator[Request | None], running: dict[str, _Running], refused: deque[Event]
+        self, requests: Iterator[Request | None], running: dict[str, _Running | _Refused]
     ) -> Iterator[EngineRequest | None]:
-        """Encodes each request when the engine has room for it. A bad one becomes an event in `refused`."""
+        """Encodes each request when the engine has room for it. The engine refuses the empty prompt of a bad one at
+        once, so that its error is told even where nothing else runs.
+        """
         for request in requests:
             if request is None:
                 yield None
@@ -132,8 +151,8 @@ class LLM:
             try:
                 engine_request, state = self._admit(request)
             except MinicpmError as error:
-                refused.append(Event(request.id, finish="error", error=error))
-                yield None
+                running[request.id] = _Refused(request.id, error)
+                yield EngineRequest(request.id, (), request.params, seed=0)
                 continue
             running[request.id] = state
             yield engine_request
@@ -147,6 +166,17 @@ class LLM:
             request.id, tuple(prompt.ids or ()), params, seed, eos_ids=self._prompter.eos_ids, sink=sink, mask=mask
         )
         return engine_request, _Running(request.id, sink, seed)
+
+
+@dataclass(frozen=True, slots=True)
+class _Refused:
+    """A request that cannot be put to the engine."""
+
+    id: str
+    error: MinicpmError
+
+    def events(self, token: TokenEvent) -> Iterator[Event]:
+        yield Event(self.id, finish="error", error=self.error)
 
 
 @dataclass(slots=True)
@@ -195,11 +225,6 @@ def _notes(
     if cfg.context > trained:
         notes.append(f"the model was made for {trained} tokens; with --ctx {cfg.context}, expect worse answers beyond")
     return tuple(notes)
-
-
-def _taken(events: deque[Event]) -> Iterator[Event]:
-    while events:
-        yield events.popleft()
 
 
 def _info(prompter: Prompter, files: ModelFiles, opened: Opened, plan: MemoryPlan, seconds: float) -> LLMInfo:
