@@ -208,7 +208,7 @@ def test_a_mask_may_end_the_answer_also_where_the_limit_would() -> None:
     for limit in (3, 10):
         engine, _ = engine_of()
         events = run_checked(
-            engine, [request("a", prompt(6), SamplingParams(temperature=0, max_tokens=limit), mask=Ending({5})), OTHER]
+            engine, [request("a", prompt(6), replace(GREEDY, max_tokens=limit), mask=Ending({5})), OTHER]
         )
         assert [e.token for e in events if e.id == "a"] == [5, 5, 5]
         assert last(events, "a").finish == "stop"
