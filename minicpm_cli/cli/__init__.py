@@ -1,110 +1,53 @@
-"""The command line, and the only place that ends the process: every error becomes one message and an exit code."""
+"""The program's door, and the only place that ends the process. Ctrl-C is heard before anything else is read."""
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
 import sys
-import traceback
 from collections.abc import Sequence
-from contextlib import nullcontext, suppress
-from typing import NoReturn, cast
+from contextlib import suppress
+from types import FrameType
+from typing import TYPE_CHECKING, NoReturn
 
-import typer
+if TYPE_CHECKING:
+    from minicpm_cli.cli.runtime import Runtime
 
-from minicpm_cli.chat.terminal import Terminal
-from minicpm_cli.cli import completion
-from minicpm_cli.cli.program import program
-from minicpm_cli.cli.runtime import Invocation, Runtime
-from minicpm_cli.errors import FileError, Interrupted, MinicpmError
-from minicpm_cli.settings import calm_waiting
-
-# ClickException, which typer brings along but does not name
-_CLICK_ERROR = cast(type[Exception], typer.BadParameter.__mro__[2])
-_SIGPIPE_CODE = 128 + 13
-_UNWRITABLE = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC), errno.EFBIG, errno.EIO)
-
-app = program()
+_INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None, runtime: Runtime | None = None) -> NoReturn:
     """Runs the command in `argv` (default: this process's arguments) and exits."""
+    heard = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # else the user has it ignored
+    if heard:
+        signal.signal(signal.SIGINT, _leave)
+    from minicpm_cli.cli.runtime import Runtime
+    from minicpm_cli.settings import calm_waiting
+
     calm_waiting()
-    sys.exit(exit_code(sys.argv[1:] if argv is None else argv, runtime or Runtime()))
-
-
-def exit_code(argv: Sequence[str], runtime: Runtime) -> int:
-    """The exit code of a command line. Ends the process itself only when the reader of its output has gone."""
-    invocation = Invocation(runtime)
     try:
-        code = _invoke(list(argv) or ["--help"], invocation)
-        invocation.terminal.out.flush()
-        return code
-    except BrokenPipeError:
-        _end_as_by_sigpipe()
-    except KeyboardInterrupt:
-        return _fail(invocation, "interrupted", Interrupted.exit_code)
-    except MinicpmError as error:
-        return _fail(invocation, str(error), error.exit_code)
-    except _CLICK_ERROR as error:
-        return _fail(invocation, _usage(error), 2)
-    except Exception as error:  # noqa: BLE001 -- a defect of ours; the user gets one line, not a traceback
-        if isinstance(error, OSError) and error.errno in _UNWRITABLE and error.filename is None:
-            return _fail(invocation, f"cannot write the output: {error.strerror}", FileError.exit_code)
-        what = " ".join(f"{type(error).__name__}: {error}".split())
-        hint = "" if invocation.verbose(argv) else " (-v shows where; please report it)"
-        return _fail(invocation, f"internal error: {what}{hint}", 3, trace=invocation.verbose(argv))
+        code = exit_code(sys.argv[1:] if argv is None else argv, runtime or Runtime(), heard=heard)
+    except KeyboardInterrupt:  # while the first one is being said
+        _leave()
+    if heard:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # all is said; what the interpreter still tidies up may be cut off
+    sys.exit(code)
 
 
-def _invoke(argv: list[str], invocation: Invocation) -> int:
-    if argv[0] in (completion.INSTALL, completion.SHOW) and len(argv) <= 2:  # typer's own take no name of a shell
-        return _completion(*argv, terminal=invocation.terminal)
-    try:
-        result = typer.main.get_command(app).main(args=argv, prog_name="minicpm", standalone_mode=False, obj=invocation)
-    except typer.Abort:
-        raise KeyboardInterrupt from None
-    except SystemExit as leaving:
-        if isinstance(leaving.__context__, BrokenPipeError):  # click's own answer to a closed pipe
-            raise leaving.__context__ from None
-        return leaving.code if isinstance(leaving.code, int) else 2
-    return result if isinstance(result, int) else 0
+def exit_code(argv: Sequence[str], runtime: Runtime, *, heard: bool = False) -> int:
+    """The exit code of a command line. Ends the process itself only when the reader of its output has gone.
+
+    `heard`: a Ctrl-C raises KeyboardInterrupt from the moment on at which that can be told to the user.
+    """
+    from minicpm_cli.cli import process
+
+    if heard:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    return process.exit_code(argv, runtime)
 
 
-def _completion(option: str, shell: str | None = None, *, terminal: Terminal) -> int:
-    if option == completion.SHOW:
-        terminal.out.write(completion.script(shell) + "\n")
-    else:
-        terminal.note(completion.install(shell))
-    return 0
-
-
-def _usage(error: BaseException) -> str:
-    """Click's message with the command whose --help tells more."""
-    ctx = getattr(error, "ctx", None)
-    message = error.format_message() if hasattr(error, "format_message") else str(error)
-    return f"{message.rstrip('.')}. See: {ctx.command_path if ctx else 'minicpm'} --help"
-
-
-def _fail(invocation: Invocation, message: str, code: int, *, trace: bool = False) -> int:
-    try:
-        with suppress(OSError) if code == FileError.exit_code else nullcontext():  # what cannot be written
-            invocation.terminal.out.flush()
-        if trace:
-            traceback.print_exc(file=invocation.terminal.err)
-        invocation.terminal.line(f"minicpm: {message}")
-    except BrokenPipeError:
-        _end_as_by_sigpipe()
-    return code
-
-
-def _end_as_by_sigpipe() -> NoReturn:
-    """Quietly, as programs without a handler end: nothing more can be written, not even by the interpreter's exit."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    for stream in (sys.__stdout__, sys.__stderr__):
-        if stream is not None and not stream.closed:
-            os.dup2(nowhere, stream.fileno())
-    if hasattr(signal, "SIGPIPE"):
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGPIPE)
-    os._exit(_SIGPIPE_CODE)
+def _leave(number: int = 0, frame: FrameType | None = None) -> NoReturn:
+    """While modules are read there is nothing to tidy up, and an exception would come out of any of them."""
+    with suppress(OSError):  # stderr is closed
+        os.write(2, b"minicpm: interrupted\n")
+    os._exit(_INTERRUPTED)

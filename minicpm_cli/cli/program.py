@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from minicpm_cli.cli import batch, bench, chat, configuration, doctor, evaluate, models, plan, quantize, run, templates
 from minicpm_cli.cli.options import EXIT_CODES, examples
+from minicpm_cli.errors import Interrupted
 
 _EPILOG = (
     examples(
@@ -20,13 +24,34 @@ _EPILOG = (
     + "\n\n\b\nExit codes:\n"
     + "\n".join(f"  {code:<4} {meaning}" for code, meaning in EXIT_CODES.items())
 )
-_MODULES = (run, chat, batch, models, configuration, templates, doctor, bench, evaluate, plan, quantize)
+_MODULES = (run, chat, batch, batch_merge, models, configuration, templates, doctor, bench, evaluate, plan, quantize)
+
+
+class _Program(TyperGroup):
+    """Typer makes a Ctrl-C an exit code, without a word; here it is an error, which is said."""
+
+    def make_context(self, *args: Any, **extra: Any) -> Any:
+        with _spoken():
+            return super().make_context(*args, **extra)
+
+    def invoke(self, ctx: Any) -> Any:
+        with _spoken():
+            return super().invoke(ctx)
+
+
+@contextmanager
+def _spoken() -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise Interrupted("interrupted") from None
 
 
 def program() -> typer.Typer:
     """The application with all its commands."""
     app = typer.Typer(
         name="minicpm",
+        cls=_Program,
         rich_markup_mode=None,
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},

@@ -73,7 +73,33 @@ def test_interrupted_is_130(home: Path) -> None:
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=30)
     assert process.returncode == 130
-    assert err in (b"", b"minicpm: interrupted\n")  # as typer's version has it
+    assert err == b"minicpm: interrupted\n"
+
+
+STARTED = """
+import os, signal, sys
+from minicpm_cli.cli import main
+class Finder:
+    def find_spec(name, path, target=None):
+        if name == sys.argv[1]:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Finder)
+main(sys.argv[2:])
+"""
+
+
+@pytest.mark.parametrize("module", ["minicpm_cli.settings", "typer", "minicpm_cli.cli.program", "torch"])
+def test_interrupted_while_it_starts(home: Path, demo_gguf: Path, module: str) -> None:
+    """Whatever is read just then: one line, and no traceback."""
+    command = ["run", "-m", str(demo_gguf), "--device", "cpu", "-n", "1", "Count."]
+    done = subprocess.run(
+        [sys.executable, "-c", STARTED, module, *command],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        check=False,
+        timeout=30,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"minicpm: interrupted\n")
 
 
 def test_the_table_in_the_help_holds_every_code(cli) -> None:

@@ -10,7 +10,7 @@ import pytest
 import typer.main
 
 from fakes import FakeLLM
-from minicpm_cli import cli as package
+from minicpm_cli.cli import process as package
 from minicpm_cli.cli.template_files import parse
 from minicpm_cli.settings import Settings
 

@@ -10,7 +10,7 @@ import sys
 import pytest
 import typer.main
 
-from minicpm_cli import cli as package
+from minicpm_cli.cli import process as package
 
 HEAVY = ("torch", "transformers", "huggingface_hub", "prompt_toolkit", "rich", "numpy", "tokenizers", "jinja2")
 TREE = typer.main.get_command(package.app).commands  # type: ignore[attr-defined]

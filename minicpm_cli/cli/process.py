@@ -1,0 +1,103 @@
+"""Runs a command line: whatever comes of it becomes at most one message and an exit code."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+from contextlib import nullcontext, suppress
+from typing import NoReturn, cast
+
+import typer
+
+from minicpm_cli.chat.terminal import Terminal
+from minicpm_cli.cli import completion
+from minicpm_cli.cli.program import program
+from minicpm_cli.cli.runtime import Invocation, Runtime
+from minicpm_cli.errors import FileError, Interrupted, MinicpmError
+
+# ClickException, which typer brings along but does not name
+_CLICK_ERROR = cast(type[Exception], typer.BadParameter.__mro__[2])
+_SIGPIPE_CODE = 128 + 13
+_UNWRITABLE = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC), errno.EFBIG, errno.EIO)
+
+app = program()
+
+
+def exit_code(argv: Sequence[str], runtime: Runtime) -> int:
+    """The exit code of a command line. Ends the process itself only when the reader of its output has gone."""
+    invocation = Invocation(runtime)
+    try:
+        code = _invoke(list(argv) or ["--help"], invocation)
+        invocation.terminal.out.flush()
+        return code
+    except BrokenPipeError:
+        _end_as_by_sigpipe()
+    except KeyboardInterrupt:
+        return _fail(invocation, "interrupted", Interrupted.exit_code)
+    except MinicpmError as error:
+        return _fail(invocation, str(error), error.exit_code)
+    except _CLICK_ERROR as error:
+        return _fail(invocation, _usage(error), 2)
+    except Exception as error:  # noqa: BLE001 -- a defect of ours; the user gets one line, not a traceback
+        if isinstance(error, OSError) and error.errno in _UNWRITABLE and error.filename is None:
+            return _fail(invocation, f"cannot write the output: {error.strerror}", FileError.exit_code)
+        what = " ".join(f"{type(error).__name__}: {error}".split())
+        hint = "" if invocation.verbose(argv) else " (-v shows where; please report it)"
+        return _fail(invocation, f"internal error: {what}{hint}", 3, trace=invocation.verbose(argv))
+
+
+def _invoke(argv: list[str], invocation: Invocation) -> int:
+    if argv[0] in (completion.INSTALL, completion.SHOW) and len(argv) <= 2:  # typer's own take no name of a shell
+        return _completion(*argv, terminal=invocation.terminal)
+    try:
+        result = typer.main.get_command(app).main(args=argv, prog_name="minicpm", standalone_mode=False, obj=invocation)
+    except typer.Abort:
+        raise KeyboardInterrupt from None
+    except SystemExit as leaving:
+        if isinstance(leaving.__context__, BrokenPipeError):  # click's own answer to a closed pipe
+            raise leaving.__context__ from None
+        return leaving.code if isinstance(leaving.code, int) else 2
+    return result if isinstance(result, int) else 0
+
+
+def _completion(option: str, shell: str | None = None, *, terminal: Terminal) -> int:
+    if option == completion.SHOW:
+        terminal.out.write(completion.script(shell) + "\n")
+    else:
+        terminal.note(completion.install(shell))
+    return 0
+
+
+def _usage(error: BaseException) -> str:
+    """Click's message with the command whose --help tells more."""
+    ctx = getattr(error, "ctx", None)
+    message = error.format_message() if hasattr(error, "format_message") else str(error)
+    return f"{message.rstrip('.')}. See: {ctx.command_path if ctx else 'minicpm'} --help"
+
+
+def _fail(invocation: Invocation, message: str, code: int, *, trace: bool = False) -> int:
+    try:
+        with suppress(OSError) if code == FileError.exit_code else nullcontext():  # what cannot be written
+            invocation.terminal.out.flush()
+        if trace:
+            traceback.print_exc(file=invocation.terminal.err)
+        invocation.terminal.line(f"minicpm: {message}")
+    except BrokenPipeError:
+        _end_as_by_sigpipe()
+    return code
+
+
+def _end_as_by_sigpipe() -> NoReturn:
+    """Quietly, as programs without a handler end: nothing more can be written, not even by the interpreter's exit."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.__stdout__, sys.__stderr__):
+        if stream is not None and not stream.closed:
+            os.dup2(nowhere, stream.fileno())
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGPIPE)
+    os._exit(_SIGPIPE_CODE)
