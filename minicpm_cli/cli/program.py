@@ -10,7 +10,20 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from minicpm_cli.cli import batch, bench, chat, configuration, doctor, evaluate, models, plan, quantize, run, templates
+from minicpm_cli.cli import (
+    batch,
+    batch_merge,
+    bench,
+    chat,
+    configuration,
+    doctor,
+    evaluate,
+    models,
+    plan,
+    quantize,
+    run,
+    templates,
+)
 from minicpm_cli.cli.options import EXIT_CODES, examples
 from minicpm_cli.errors import Interrupted
 
@@ -24,7 +37,7 @@ _EPILOG = (
     + "\n\n\b\nExit codes:\n"
     + "\n".join(f"  {code:<4} {meaning}" for code, meaning in EXIT_CODES.items())
 )
-_MODULES = (run, chat, batch, batch_merge, models, configuration, templates, doctor, bench, evaluate, plan, quantize)
+_MODULES = (run, chat, batch, models, configuration, templates, doctor, bench, evaluate, plan, quantize)
 
 
 class _Program(TyperGroup):
