@@ -12,7 +12,6 @@ from typer.core import TyperGroup
 
 from minicpm_cli.cli import (
     batch,
-    batch_merge,
     bench,
     chat,
     configuration,
