@@ -12,6 +12,7 @@ from typer.core import TyperGroup
 
 from minicpm_cli.cli import (
     batch,
+    batch_merge,
     bench,
     chat,
     configuration,
@@ -36,7 +37,7 @@ _EPILOG = (
     + "\n\n\b\nExit codes:\n"
     + "\n".join(f"  {code:<4} {meaning}" for code, meaning in EXIT_CODES.items())
 )
-_MODULES = (run, chat, batch, models, configuration, templates, doctor, bench, evaluate, plan, quantize)
+_MODULES = (run, chat, batch, batch_merge, models, configuration, templates, doctor, bench, evaluate, plan, quantize)
 
 
 class _Program(TyperGroup):
