@@ -157,7 +157,7 @@ class Event:
 
     An event with `tool_call` has no text. `finish` is "tool_calls" where the answer called, "malformed_tool_call"
     where something that began as a call was none and came as text. `error` is set when the request failed; the others
-    go on.
+    go on. `incomplete`: the answer was cut before it was what its schema or regex asks for.
     """
 
     id: str
@@ -170,6 +170,7 @@ class Event:
     logprobs: tuple[Logprob, ...] = ()
     error: Exception | None = None
     tool_call: ToolCallDelta | None = None
+    incomplete: bool = False
 
 
 class TokenSink(Protocol):
