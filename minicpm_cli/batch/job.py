@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from array import array
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -30,7 +31,11 @@ from minicpm_cli.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """`scan` is None for a stream; `journal`, the real path of OUT, and `manifest` when OUT is no regular file."""
+    """`scan` is None for a stream; `journal`, the real path of OUT, and `manifest` when OUT is no regular file.
+
+    `done` has a bit for each line of a file that is not blank: whether an earlier run has finished it. Where it says
+    no, `past` has the last word.
+    """
 
     source: BinaryIO
     output: Output
@@ -39,6 +44,7 @@ class Job:
     journal: Path | None = None
     manifest: Manifest | None = None
     past: Past = field(default_factory=Past)
+    done: bytes = b""
 
 
 @contextmanager
@@ -99,7 +105,10 @@ def _file_job(options: BatchOptions, out: Path, stack: ExitStack) -> Job:
         manifest.write(manifest_path(out))
     journal = Journal(out)
     stack.callback(journal.close)
-    return Job(source, journal, manifest.seed, scan, out, manifest, past)
+    if scan is None:
+        return Job(source, journal, manifest.seed, None, out, manifest, past)
+    done, scan = past.done.flags(scan.keys), replace(scan, keys=array("Q"))
+    return Job(source, journal, manifest.seed, scan, out, manifest, past, done)
 
 
 def _old_manifest(out: Path, options: BatchOptions) -> Manifest | None:
@@ -121,9 +130,14 @@ def _old_manifest(out: Path, options: BatchOptions) -> Manifest | None:
 def _manifest(options: BatchOptions, old: Manifest | None, scan: Scan | None) -> Manifest:
     seed = options.given_seed
     if seed is None:
-        seed = new_seed() if old is None else old.seed
+        seed = _seed(options, scan) if old is None else old.seed
     files = dict(options.identify()) or (old.files if old else {})
     return Manifest(dict(options.model), options.parameters, options.shard_name, seed, fingerprint(scan), files=files)
+
+
+def _seed(options: BatchOptions, scan: Scan | None) -> int:
+    """Shards of one input agree without being told: theirs is the input's."""
+    return new_seed() if options.shard is None or scan is None else int(scan.sha256[:8], 16)
 
 
 def _past(options: BatchOptions, out: Path, scan: Scan | None) -> Past:

@@ -23,10 +23,10 @@ from typing import IO, Any, BinaryIO, Protocol
 
 from minicpm_cli.batch.files import failed, replace_file
 from minicpm_cli.batch.keys import HashSet, Id, id_key, key_hash, line_key
-from minicpm_cli.batch.lines import raw_lines
 from minicpm_cli.errors import FileError
 
 _SYNC_SECONDS = 1.0
+_DECODER = json.JSONDecoder()  # json.loads of bytes takes half as long again
 
 
 class Output(Protocol):
@@ -205,15 +205,34 @@ def _is_error(raw: bytes, key: bytes | None) -> bool:
 def read_row(raw: bytes) -> tuple[bytes, str | None] | None:
     """`row_key` of a line, None for one that is no output row."""
     try:
-        row = json.loads(raw)
-        return row_key(row) if isinstance(row, dict) else None
+        row = _DECODER.decode(raw.decode("utf-8"))
+    except (ValueError, RecursionError):
+        return _foreign_row(raw)
+    return _row_key(row)
+
+
+def _foreign_row(raw: bytes) -> tuple[bytes, str | None] | None:
+    """A row with a BOM, as editors leave it, or of another encoding."""
+    try:
+        return _row_key(json.loads(raw))
     except (ValueError, RecursionError):
         return None
 
 
+def _row_key(row: Any) -> tuple[bytes, str | None] | None:
+    try:
+        return row_key(row) if isinstance(row, dict) else None
+    except ValueError:
+        return None
+
+
 def rows_of(path: Path) -> Iterator[tuple[int, bytes]]:
+    """(offset, row with its newline). Rows are ours: however long, they are read whole."""
+    offset = 0
     with open(path, "rb") as f:
-        yield from raw_lines(f)
+        for raw in f:
+            yield offset, raw
+            offset += len(raw)
 
 
 def _whole_rows(path: Path, *, lenient: bool) -> Iterator[tuple[bytes, str | None]]:

@@ -6,6 +6,7 @@ import json
 from array import array
 from collections.abc import Iterable
 from hashlib import blake2b
+from json.encoder import encode_basestring_ascii
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +18,7 @@ _RECENT = 1 << 16  # members kept in a plain set before they are merged into the
 
 def id_key(id_: Id) -> bytes:
     """1 and "1" are two ids: the JSON type is part of the key."""
-    return json.dumps(id_).encode("ascii")
+    return (encode_basestring_ascii(id_) if isinstance(id_, str) else json.dumps(id_)).encode("ascii")
 
 
 def line_key(number: int) -> bytes:
@@ -47,9 +48,7 @@ class HashSet:
             return
         self._recent.add(value)
         if len(self._recent) >= max(_RECENT, len(self._sorted) // 32):
-            newcomers = np.fromiter(self._recent, np.uint64, len(self._recent))
-            self._sorted = _distinct(np.concatenate((self._sorted, newcomers)))
-            self._recent.clear()
+            self._merge()
 
     def __contains__(self, value: int) -> bool:
         if value in self._recent:
@@ -60,6 +59,25 @@ class HashSet:
     def __len__(self) -> int:
         return len(self._sorted) + len(self._recent)
 
+    def flags(self, values: array[int]) -> bytes:
+        """A bit for each value, the highest of a byte first: whether it is a member."""
+        self._merge()
+        if not len(self._sorted):
+            return bytes(-(-len(values) // 8))
+        asked, flags = np.frombuffer(values, np.uint64), []
+        for start in range(0, len(asked), _RECENT):
+            part = asked[start : start + _RECENT]
+            places = np.searchsorted(self._sorted, part)
+            places[places == len(self._sorted)] = 0
+            flags.append(np.packbits(self._sorted[places] == part).tobytes())
+        return b"".join(flags)
+
+    def _merge(self) -> None:
+        if self._recent:
+            newcomers = np.fromiter(self._recent, np.uint64, len(self._recent))
+            self._sorted = _distinct(np.concatenate((self._sorted, newcomers)))
+            self._recent.clear()
+
 
 def _distinct(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Sorted in place. np.unique takes 60 MB for a million."""
@@ -68,6 +86,6 @@ def _distinct(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def repeated(hashes: array[int]) -> set[int]:
-    """The values that occur more than once."""
+    """The values that occur more than once, 0 aside."""
     ordered = np.sort(np.frombuffer(hashes, dtype=np.uint64))
-    return {int(v) for v in np.unique(ordered[1:][ordered[1:] == ordered[:-1]])}
+    return {int(v) for v in np.unique(ordered[1:][ordered[1:] == ordered[:-1]])} - {0}

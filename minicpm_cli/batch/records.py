@@ -13,7 +13,7 @@ from typing import Any, Literal, NoReturn
 
 from minicpm_cli.batch import openai
 from minicpm_cli.batch.keys import Id, id_key, line_key
-from minicpm_cli.batch.lines import Line
+from minicpm_cli.batch.lines import LONGEST, Line
 from minicpm_cli.batch.messages import conversation, unicode_text
 from minicpm_cli.errors import RequestError
 from minicpm_cli.types import Message, SamplingParams, check_sampling
@@ -95,25 +95,30 @@ class Row:
 def parse(line: Line, style: Style, fallback: Kind = "simple") -> Row:
     """`fallback` is the kind to answer in when the line itself does not tell."""
     guess: Kind = "chat" if b'"custom_id"' in line.data else fallback
-    row = Row(line.number, line.number, kind=guess, size=len(line.data))
+    number, size = line.number, len(line.data)
+    kind, named, extra = guess, False, None
+    id_: Id = number
     try:
         obj = load(line)
-        row = replace(row, kind=_kind(obj))
-        row = replace(row, id=identify(obj, line.number), named=True)
+        kind = _kind(obj)
+        id_, named = identify(obj, number), True
         if style.keep_input:
-            row = replace(row, extra=_extra(obj, row.kind))
-        messages, given = _simple(obj, style) if row.kind == "simple" else _envelope(obj)
-        return replace(row, messages=messages, given=_checked(given))
+            extra = _extra(obj, kind)
+        messages, given = _simple(obj, style) if kind == "simple" else _envelope(obj)
+        return Row(number, id_, named, kind, messages, _checked(given), extra, size=size)
     except RequestError as e:
-        return row.failed(e)
+        error = RowError.of(e)
     except RecursionError:
-        return row.failed(RequestError("invalid_json", "the line is nested too deeply"))
+        error = RowError("invalid_json", "the line is nested too deeply")
+    return Row(number, id_, named, kind, extra=extra, error=error, size=size)
 
 
 def load(line: Line) -> dict[str, Any]:
     """The line's JSON object. Raises RequestError(invalid_json | not_an_object), or RecursionError."""
+    if line.too_long:
+        raise RequestError("invalid_json", f"the line is longer than {LONGEST >> 20} MiB, the most that is read of one")
     try:
-        obj = json.loads(_decoded(line), parse_constant=_no_constant, parse_float=_finite)
+        obj = _DECODER.decode(_decoded(line))
     except json.JSONDecodeError as e:
         raise RequestError("invalid_json", f"not JSON: {e.msg} at character {e.pos + 1} of the line") from None
     except ValueError:
@@ -185,6 +190,9 @@ def _finite(digits: str) -> float:
     if math.isinf(value):
         raise RequestError("invalid_json", f"the number {digits[:40]} is out of range")
     return value
+
+
+_DECODER = json.JSONDecoder(parse_constant=_no_constant, parse_float=_finite)
 
 
 def _kind(obj: Mapping[str, Any]) -> Kind:

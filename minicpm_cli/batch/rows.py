@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from dataclasses import replace
 
 from minicpm_cli.batch.files import failed
@@ -45,13 +45,20 @@ class PendingRows:
         kind: Kind = "simple"
         scan, end, digest = self._job.scan, 0, hashlib.sha256()
         size = None if scan is None else scan.size
-        for number, (offset, raw) in enumerate(raw_lines(self._job.source, size), 1):
+        done, passed = _bits(self._job.done), None
+        for number, offset, raw in raw_lines(self._job.source, size):
             end = offset + len(raw)
             if scan is not None:
                 digest.update(raw)
             line = trimmed(number, offset, raw)
             if line is None:
                 continue
+            if next(done, False):
+                self.skipped += in_shard(number, self._options.shard)
+                passed = line
+                continue
+            if passed is not None:
+                kind, passed = parse(passed, self._options.style, kind).kind, None
             row = parse(line, self._options.style, kind)
             kind = row.kind
             if self._seen is not None and row.named:
@@ -64,6 +71,12 @@ class PendingRows:
                 f"{self._options.input} was {what} while it was read. Put it back and run the same command again, or "
                 "start again with --overwrite."
             )
+
+
+def _bits(data: bytes) -> Iterator[int]:
+    for byte in data:
+        for place in range(7, -1, -1):
+            yield byte >> place & 1
 
 
 def _first_of_its_id(row: Row, seen: HashSet) -> Row:

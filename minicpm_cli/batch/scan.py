@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -27,6 +27,7 @@ class Scan:
 
     `prefix_sha256` is that of the first `mark` bytes. `split_line` is the line in whose middle the mark fell, if what
     stood there then was a row; `grown_line` is that line if it was none yet, as when a writer was in the middle of it.
+    `keys` has the hash of the key of each line that is not blank, 0 where it cannot be read.
     """
 
     size: int
@@ -35,6 +36,7 @@ class Scan:
     prefix_sha256: str | None
     split_line: int | None
     grown_line: int | None = None
+    keys: array[int] = field(default_factory=lambda: array("Q"), repr=False, compare=False)
 
 
 def scan_input(source: BinaryIO, path: Path, shard: tuple[int, int] | None = None, mark: int | None = None) -> Scan:
@@ -58,12 +60,14 @@ class _Pass:
         self._prefix: _Hash | None = None
         self._split: int | None = None
         self._grown: int | None = None
+        self._number = 0
 
     def run(self) -> Scan:
         rows = size = 0
         if self._mark == 0:
             self._prefix = self._digest.copy()
-        for number, (offset, raw) in enumerate(raw_lines(self._source), 1):
+        for number, offset, raw in raw_lines(self._source):
+            self._number = number or self._number
             self._hash(number, offset, raw)
             size = offset + len(raw)
             line = trimmed(number, offset, raw)
@@ -71,12 +75,11 @@ class _Pass:
                 rows += in_shard(number, self._shard)
                 self._note_id(line)
         prefix = None if self._prefix is None else self._prefix.hexdigest()
-        return Scan(size, self._digest.hexdigest(), rows, prefix, self._split, self._grown)
+        return Scan(size, self._digest.hexdigest(), rows, prefix, self._split, self._grown, self._hashes)
 
     def _note_id(self, line: Line) -> None:
         key = read_id(line)
-        if key is not None:
-            self._hashes.append(key_hash(key))
+        self._hashes.append(0 if key is None else key_hash(key))
 
     def _hash(self, number: int, offset: int, raw: bytes) -> None:
         cut = -1 if self._mark is None else self._mark - offset
@@ -89,9 +92,9 @@ class _Pass:
         if raw[cut:].strip():
             before = trimmed(number, offset, raw[:cut])
             if before is None or read_id(before) is None:
-                self._grown = number
+                self._grown = self._number
             else:
-                self._split = number
+                self._split = self._number
 
 
 def _refuse_repeated(source: BinaryIO, size: int, suspects: set[int], path: Path) -> None:

@@ -1,0 +1,123 @@
+"""What a hostile user does to a batch: lines without an end, names that are ours, files edited between two runs."""
+
+from __future__ import annotations
+
+import io
+from array import array
+from pathlib import Path
+from typing import Any
+
+import pytest
+from batch_tools import prompts, rows, run, write_lines
+
+from minicpm_cli.batch import lines as lines_module
+from minicpm_cli.batch import rows as rows_module
+from minicpm_cli.batch.keys import HashSet
+from minicpm_cli.batch.lines import raw_lines, read_lines
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "out.jsonl"
+
+
+# ---- a line that never ends -----------------------------------------------------------------------------------------
+
+
+class Endless(io.RawIOBase):
+    """Zeros, as /dev/zero has them, up to `size` bytes; remembers the most that was asked for at once."""
+
+    def __init__(self, size: int) -> None:
+        self.left, self.most = size, 0
+
+    def readline(self, size: int | None = -1, /) -> bytes:
+        assert size is not None
+        assert size >= 0, "without a limit"
+        self.most = max(self.most, size)
+        taken = min(size, self.left)
+        self.left -= taken
+        return bytes(taken)
+
+
+def test_a_line_without_an_end_is_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lines_module, "LONGEST", 1000)
+    monkeypatch.setattr(lines_module, "_PIECE", 100)
+    source = Endless(100_000)
+    assert [(line.number, line.data, line.too_long) for line in read_lines(source)] == [(1, b"", True)]  # type: ignore[arg-type]
+    assert (source.left, source.most) == (0, 1001)
+
+
+@pytest.mark.parametrize("length", [998, 999, 1000, 1001, 1099, 1100, 1101, 1102, 1200, 1201, 2500])
+def test_the_longest_line(monkeypatch: pytest.MonkeyPatch, length: int) -> None:
+    monkeypatch.setattr(lines_module, "LONGEST", 1000)
+    monkeypatch.setattr(lines_module, "_PIECE", 100)
+    data = b"a\n" + b"x" * length + b"\n\nb\n"
+    found = list(read_lines(io.BytesIO(data)))
+    assert [line.number for line in found] == [1, 2, 4]
+    assert [line.too_long for line in found] == [False, length + 1 > 1000, False]
+    pieces = list(raw_lines(io.BytesIO(data)))
+    assert b"".join(raw for _, _, raw in pieces) == data
+    assert [offset for _, offset, _ in pieces] == [sum(len(p[2]) for p in pieces[:n]) for n in range(len(pieces))]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_line_that_is_too_long_is_an_error_row(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, out: Path, stream: bool
+) -> None:
+    monkeypatch.setattr(lines_module, "LONGEST", 1000)
+    source = write_lines(tmp_path / "in", [{"prompt": "a"}, {"id": "long", "prompt": "x" * 5000}, {"prompt": "c"}])
+    if stream:
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(source.read_bytes())))
+    done = run("-" if stream else source, out)
+    assert (done.ok, done.errors) == (2, {"invalid_json": 1})
+    error = next(row for row in rows(out) if "error" in row)
+    assert (error["id"], error["line"]) == (2, 2)
+    assert "longer than" in error["error"]["message"]
+    if not stream:
+        assert run(source, out).skipped == 3
+
+
+# ---- a resume -------------------------------------------------------------------------------------------------------
+
+
+def test_finished_lines_are_not_understood_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, out: Path) -> None:
+    source = write_lines(tmp_path / "in", [*prompts(300), b"", {"prompt": "nameless"}, {"id": 2.5, "prompt": "x"}])
+    run(source, out)
+    parsed: list[int] = []
+    real = rows_module.parse
+
+    def counting(line: Any, *rest: Any) -> Any:
+        parsed.append(line.number)
+        return real(line, *rest)
+
+    monkeypatch.setattr(rows_module, "parse", counting)
+    assert run(source, out).skipped == 302
+    assert parsed == []
+    with open(source, "ab") as f:
+        f.write(b'{"id":"new","prompt":"y"}\n')
+    done = run(source, out)
+    assert (done.skipped, done.ok) == (302, 1)
+    assert parsed == [303, 304]  # what stands before a line says how an unreadable one is answered
+
+
+def test_a_broken_line_is_answered_as_the_finished_one_before_it(tmp_path: Path, out: Path) -> None:
+    openai = {"custom_id": "o", "url": "/v1/completions", "body": {"prompt": "x"}}
+    source = write_lines(tmp_path / "in", [{"prompt": "a"}, openai])
+    run(source, out)
+    with open(source, "ab") as f:
+        f.write(b"{broken\n")
+    assert run(source, out).failed == 1
+    assert rows(out)[-1]["response"]["status_code"] == 400
+
+
+def test_flags_of_a_set() -> None:
+    members = HashSet(range(10, 1000, 3))
+    members.add(5)
+    asked = array("Q", [5, 0, 10, 11, 13, 2**64 - 1, 1, 997, 999])
+    bits = "".join(f"{byte:08b}" for byte in members.flags(asked))
+    assert bits == "".join(str(int(v in members)) for v in asked) + "0" * 7
+    assert HashSet().flags(asked) == bytes(2)
+    assert members.flags(array("Q")) == b""
+    many = array("Q", range(200_000))
+    packed = HashSet(range(0, 200_000, 7)).flags(many)
+    assert [i for i in range(200_000) if packed[i // 8] >> (7 - i % 8) & 1] == list(range(0, 200_000, 7))
