@@ -45,7 +45,7 @@ def raw_lines(source: BinaryIO, limit: int | None = None) -> Iterator[tuple[int,
 
 
 def trimmed(number: int, offset: int, raw: bytes) -> Line | None:
-    """The line without newline, CR and BOM; None when nothing but white space is left. The rest of a long one is none."""
+    """The line without newline, CR and BOM; None when only white space is left, and for the rest of a long one."""
     if not number:
         return None
     if len(raw) > LONGEST:
