@@ -22,6 +22,7 @@ from minicpm_cli.cli import (
     plan,
     quantize,
     run,
+    serve,
     templates,
 )
 from minicpm_cli.cli.options import EXIT_CODES, examples
@@ -37,7 +38,21 @@ _EPILOG = (
     + "\n\n\b\nExit codes:\n"
     + "\n".join(f"  {code:<4} {meaning}" for code, meaning in EXIT_CODES.items())
 )
-_MODULES = (run, chat, batch, batch_merge, models, configuration, templates, doctor, bench, evaluate, plan, quantize)
+_MODULES = (
+    run,
+    chat,
+    batch,
+    batch_merge,
+    serve,
+    models,
+    configuration,
+    templates,
+    doctor,
+    bench,
+    evaluate,
+    plan,
+    quantize,
+)
 
 
 class _Program(TyperGroup):

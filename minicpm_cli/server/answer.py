@@ -1,0 +1,172 @@
+"""An answer on its way to one client: whole, or as server-sent events. Who goes away takes the requests along."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from minicpm_cli.server.faults import STOPPING, Fault, fault_of
+from minicpm_cli.server.loop import EngineLoop, Inbox
+from minicpm_cli.server.shapes import Choice, Json, Shape, usage_of
+from minicpm_cli.types import Event, Request, Usage
+
+_DONE = b"data: [DONE]\n\n"
+_STREAM_HEADERS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # a proxy that collects would show nothing until the end
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How the client wants it."""
+
+    stream: bool = False
+    include_usage: bool = False
+
+
+class Answer(Response):
+    """`choices` are the requests in the order of their index; `answers_each` of them share one prompt.
+
+    The status is known when the first event is: what the engine refuses is no stream with an error in it.
+    """
+
+    media_type = "application/json"
+
+    def __init__(self, engine: EngineLoop, inbox: Inbox, choices: Sequence[Request], each: int, shape: Shape) -> None:
+        super().__init__()
+        self._engine, self._inbox, self._shape, self._each = engine, inbox, shape, each
+        self._index = {request.id: i for i, request in enumerate(choices)}
+        self.form = Form()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        work = asyncio.create_task(self._stream(send) if self.form.stream else self._whole(send))
+        watch = asyncio.create_task(_gone(receive))
+        try:
+            await asyncio.wait((work, watch), return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                await work
+        finally:
+            self._engine.cancel(self._inbox)
+            for task in (work, watch):
+                task.cancel()
+                with suppress(asyncio.CancelledError, OSError):
+                    await task
+
+    # ---- in one piece ---------------------------------------------------------------------------------------------
+
+    async def _whole(self, send: Send) -> None:
+        choices = [Choice() for _ in self._index]
+        while self._inbox.open:
+            for event in await self._inbox.take():
+                if (fault := _fault(event)) is not None:
+                    await _send_fault(send, fault)
+                    return
+                choices[self._index[event.id]].add(event)
+        body = self._shape.whole(choices, self._usage([choice.usage or Usage(0, 0) for choice in choices]))
+        await _send_json(send, 200, body)
+
+    def _usage(self, usages: Sequence[Usage]) -> Json:
+        return usage_of(usages[:: self._each], usages)
+
+    # ---- as a stream ----------------------------------------------------------------------------------------------
+
+    async def _stream(self, send: Send) -> None:
+        events = await self._inbox.take()
+        if (fault := _fault(events[0])) is not None:
+            await _send_fault(send, fault)
+            return
+        await send({"type": "http.response.start", "status": 200, "headers": list(_STREAM_HEADERS)})
+        usages = [Usage(0, 0) for _ in self._index]
+        begun = [chunk for i in range(len(self._index)) if (chunk := self._shape.begin(i)) is not None]
+        await _send_part(send, b"".join(map(self._frame, begun)))
+        while True:
+            frames, failed = self._frames(events, usages)
+            await _send_part(send, b"".join(frames), more=not failed)
+            if failed:
+                return
+            if not self._inbox.open:
+                break
+            events = await self._inbox.take()
+        tail = _frame(self._shape.last(self._usage(usages))) if self.form.include_usage else b""
+        await _send_part(send, tail + _DONE, more=False)
+
+    def _frames(self, events: Sequence[Event], usages: list[Usage]) -> tuple[list[bytes], bool]:
+        """What to send of these events, and whether one of them was an error, which ends the stream."""
+        frames: list[bytes] = []
+        for event in joined(events):
+            index = self._index[event.id]
+            if (fault := _fault(event)) is not None:
+                return [*frames, _frame(fault.body)], True
+            if (piece := self._shape.piece(index, event)) is not None:
+                frames.append(self._frame(piece))
+            if event.finish is not None:
+                usages[index] = event.usage or usages[index]
+                frames.append(self._frame(self._shape.end(index, event.finish)))
+        return frames, False
+
+    def _frame(self, chunk: Json) -> bytes:
+        return _frame({**chunk, "usage": None} if self.form.include_usage else chunk)
+
+
+def _fault(event: Event) -> Fault | None:
+    """Why there is no answer; requests whose clients are still there are cancelled only when the server is cut off."""
+    if event.finish == "cancelled":
+        return STOPPING
+    return fault_of(event.error) if event.finish == "error" else None
+
+
+def joined(events: Iterable[Event]) -> Iterator[Event]:
+    """A client that reads slower than the model writes gets several tokens' text in one piece."""
+    before: Event | None = None
+    for event in events:
+        if before is not None and _plain(before) and _plain(event) and _alike(before, event):
+            before = replace(before, text=before.text + event.text)
+            continue
+        if before is not None:
+            yield before
+        before = event
+    if before is not None:
+        yield before
+
+
+def _plain(event: Event) -> bool:
+    return event.finish is None and not event.logprobs and event.tool_call is None
+
+
+def _alike(before: Event, event: Event) -> bool:
+    return before.id == event.id and before.channel == event.channel
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _frame(chunk: Any) -> bytes:
+    return b"data: " + json.dumps(chunk, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+async def _send_part(send: Send, body: bytes, *, more: bool = True) -> None:
+    if body or not more:
+        await send({"type": "http.response.body", "body": body, "more_body": more})
+
+
+async def _send_fault(send: Send, fault: Fault) -> None:
+    await _send_json(send, fault.status, fault.body, fault.headers)
+
+
+async def _send_json(send: Send, status: int, body: Any, headers: Any = None) -> None:
+    raw = json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+    lines = {"content-type": "application/json", "content-length": str(len(raw)), **(headers or {})}
+    encoded = [(name.lower().encode(), value.encode()) for name, value in lines.items()]
+    await send({"type": "http.response.start", "status": status, "headers": encoded})
+    await send({"type": "http.response.body", "body": raw, "more_body": False})

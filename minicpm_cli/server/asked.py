@@ -1,0 +1,151 @@
+"""What a client asked -> our requests: messages, sampling values, and which server-wide values they are laid over."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from minicpm_cli.errors import ContextOverflow
+from minicpm_cli.server.faults import refused
+from minicpm_cli.server.schema import ChatMessage, ChatRequest, CompletionRequest, ResponseFormat, Sampling
+from minicpm_cli.types import Message, Request, Role, SamplingParams, ToolCall
+
+_PASSED = (
+    *("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("stop", "regex", "max_tokens"),
+)
+_COMPLETION_TOKENS = 16  # OpenAI's own, where a completion does not say how long it may be
+_ANY_OBJECT = '{"type": "object"}'
+_SEED_MASK = 2**64 - 1
+_NO_TEXT = ("assistant",)  # roles whose message may consist of calls alone
+
+
+def chat_params(asked: ChatRequest, defaults: SamplingParams) -> SamplingParams:
+    """Raises Refused or RequestError."""
+    given = _shared(asked)
+    if asked.max_completion_tokens is not None:
+        given["max_tokens"] = asked.max_completion_tokens
+    if asked.top_logprobs and not asked.logprobs:
+        raise refused(400, "top_logprobs needs logprobs: true", "invalid_value", "top_logprobs")
+    if asked.logprobs:
+        given["logprobs"] = asked.top_logprobs or 0
+    given["think"] = _thinks(asked)
+    given["think_budget"] = asked.think_budget
+    given["schema"] = _schema(asked.response_format)
+    return defaults.checked(given)
+
+
+def completion_params(asked: CompletionRequest, defaults: SamplingParams) -> SamplingParams:
+    """Raises Refused or RequestError."""
+    given = _shared(asked)
+    if asked.best_of is not None and asked.best_of != (asked.n or 1):
+        raise refused(400, "best_of: only the value of n is supported", "invalid_value", "best_of")
+    if asked.echo and asked.logprobs is not None:
+        raise refused(400, "echo with logprobs is not supported: a prompt's own are not computed", None, "echo")
+    given["logprobs"] = asked.logprobs
+    if defaults.max_tokens is None:
+        given.setdefault("max_tokens", _COMPLETION_TOKENS)
+    return defaults.checked(given)
+
+
+def _shared(asked: Sampling) -> dict[str, Any]:
+    given = {name: value for name in _PASSED if (value := getattr(asked, name)) is not None}
+    if asked.top_k is not None:
+        given["top_k"] = max(0, asked.top_k)  # -1 turns it off, too
+    if asked.seed is not None:
+        given["seed"] = asked.seed & _SEED_MASK
+    if asked.stream_options is not None and not asked.stream:
+        raise refused(400, "stream_options needs stream: true", "invalid_value", "stream_options")
+    return given
+
+
+def _thinks(asked: ChatRequest) -> bool | None:
+    if asked.chat_template_kwargs is not None and asked.chat_template_kwargs.enable_thinking is not None:
+        return asked.chat_template_kwargs.enable_thinking
+    return False if asked.reasoning_effort == "none" else None
+
+
+def _schema(form: ResponseFormat | None) -> str | None:
+    """The JSON schema of the answer, as text."""
+    if form is None or form.type == "text":
+        return None
+    if form.type == "json_object":
+        return _ANY_OBJECT
+    if form.json_schema is None or form.json_schema.schema_ is None:
+        where = "response_format.json_schema"
+        raise refused(400, f"{where}.schema is missing", "missing_parameter", where)
+    return json.dumps(form.json_schema.schema_, ensure_ascii=False)
+
+
+# ---- conversations ------------------------------------------------------------------------------------------------
+
+
+def conversation(messages: Sequence[ChatMessage]) -> tuple[Message, ...]:
+    """Raises Refused where a message says nothing."""
+    return tuple(_message(f"messages[{i}]", message) for i, message in enumerate(messages))
+
+
+def _message(where: str, given: ChatMessage) -> Message:
+    role: Role = "system" if given.role == "developer" else given.role
+    calls = tuple(ToolCall(call.id, call.function.name, call.function.arguments) for call in given.tool_calls or ())
+    if calls and role != "assistant":
+        raise refused(400, f"{where}.tool_calls: only an assistant calls", "invalid_value", f"{where}.tool_calls")
+    for i, call in enumerate(calls):
+        _check_arguments(f"{where}.tool_calls[{i}].function.arguments", call.arguments)
+    if given.content is None and not (calls and role in _NO_TEXT):
+        raise refused(400, f"{where}.content is missing or null", "missing_parameter", f"{where}.content")
+    return Message(role, _text(given), given.reasoning_content, calls, given.tool_call_id)
+
+
+def _text(given: ChatMessage) -> str:
+    if isinstance(given.content, list):
+        return "\n".join(part.text for part in given.content)
+    return given.content or ""
+
+
+def _check_arguments(where: str, arguments: str) -> None:
+    try:
+        fits = isinstance(json.loads(arguments or "{}"), dict)
+    except (ValueError, RecursionError):
+        fits = False
+    if not fits:
+        raise refused(400, f"{where} is not the text of a JSON object", "invalid_value", where)
+
+
+# ---- choices ------------------------------------------------------------------------------------------------------
+
+
+def choices(base: str, prompts: Sequence[Request], count: int) -> list[Request]:
+    """`count` requests of each prompt, prompt by prompt; of one seed, each choice makes its own."""
+    return [_choice(prompt, f"{base}-{i * count + j}", j) for i, prompt in enumerate(prompts) for j in range(count)]
+
+
+def _choice(prompt: Request, ident: str, place: int) -> Request:
+    params = prompt.params
+    if params.seed is not None and place:
+        params = replace(params, seed=(params.seed + place) & _SEED_MASK)
+    return replace(prompt, id=ident, params=params)
+
+
+def check_length(request: Request, context: int) -> None:
+    """Raises ContextOverflow before the request takes a place in the queue."""
+    wanted = 1 if request.params.max_tokens is None else request.params.max_tokens
+    if len(request.ids or ()) + wanted > context:
+        raise ContextOverflow(len(request.ids or ()), wanted, context)
+
+
+def prompts_of(asked: CompletionRequest) -> list[str | list[int]]:
+    """One entry for each prompt of the call: its text, or its tokens."""
+    given: Any = asked.prompt
+    if isinstance(given, str) or isinstance(given[0], int):
+        return [given]
+    return list(given)
+
+
+def with_tools(request: Request, asked: ChatRequest) -> Request:
+    """Raises Refused where tools cannot be used."""
+    if asked.tools:
+        raise refused(400, "tools are not supported by this server", "invalid_value", "tools")
+    return request
