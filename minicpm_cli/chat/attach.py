@@ -9,8 +9,10 @@ from pathlib import Path
 from minicpm_cli.errors import FileError, UsageError
 
 _FENCE = re.compile(r"`{3,}")
+_SURROGATES = re.compile("[\ud800-\udfff]")
 CONVERT = "Convert it first (iconv -f ENCODING -t utf-8)."
 _HEAD = 8192  # bytes in which a zero tells a binary file, as for git
+_PDF = re.compile(rb"%PDF-\d")  # which may have no other bytes than text has
 _MAGIC = (
     (b"%PDF-", "PDF"),
     (b"\x89PNG", "PNG image"),
@@ -28,7 +30,7 @@ def decode(data: bytes, name: str, encoding: str | None = None, *, cure: str = C
 
     Raises UsageError for a binary file, or naming the first byte that is no text.
     """
-    kind = _kind(data, cure) if encoding is None else None
+    kind = _kind(data, cure) if encoding is None and not _may_be_text(data) else None
     if kind:
         raise UsageError(f"{name} is {kind}")
     try:
@@ -40,6 +42,15 @@ def decode(data: bytes, name: str, encoding: str | None = None, *, cure: str = C
         ) from None
 
 
+def _may_be_text(data: bytes) -> bool:
+    """A question may begin as files do: "GIF89a or PNG?"."""
+    try:
+        data.decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return b"\0" not in data[:_HEAD] and not _PDF.match(data)
+
+
 def _kind(data: bytes, cure: str) -> str | None:
     """What is no UTF-8 text, by how it begins. UTF-16 is text, and most of its bytes may be zeros."""
     if data.startswith((b"\xff\xfe", b"\xfe\xff")):
@@ -48,6 +59,11 @@ def _kind(data: bytes, cure: str) -> str | None:
     if found or b"\0" in data[:_HEAD]:
         return f"a binary file{f' ({found})' if found else ''}. Only text can be put into a prompt."
     return None
+
+
+def unicode(text: str) -> str:
+    """Half surrogate pairs become replacement characters: JSON can hold them, and Python has bytes so that it kept."""
+    return _SURROGATES.sub("\ufffd", text)
 
 
 def path_of(text: str | Path) -> Path:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, BinaryIO, Protocol, TextIO
 
-from minicpm_cli.chat.attach import decode
+from minicpm_cli.chat.attach import decode, unicode
 from minicpm_cli.chat.chat import Chat
 from minicpm_cli.chat.editor import edited
 from minicpm_cli.chat.keyboard import echoed
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     from prompt_toolkit.history import FileHistory
     from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
-_SURROGATES = re.compile("[\ud800-\udfff]")
 _CHOICES: Mapping[str, Choice] = MappingProxyType({"y": "drop", "a": "always", "n": "stop", "": "stop"})
 
 
@@ -90,7 +88,7 @@ class DumbLines:
         text = self._keyboard.readline()
         if not text:
             raise EOFError
-        return _text(text.rstrip("\r\n"))
+        return unicode(text.rstrip("\r\n"))
 
 
 class TypedLines:
@@ -103,7 +101,7 @@ class TypedLines:
         self._session = _session(chat, history)
 
     def read(self, draft: str = "") -> str:
-        return _text(self._session.prompt("> ", default=draft))
+        return unicode(self._session.prompt("> ", default=draft))
 
     def choose(self, excess: Excess) -> Choice:
         from prompt_toolkit import PromptSession
@@ -123,11 +121,6 @@ def _chosen(terminal: Terminal, excess: Excess, ask: Callable[[str], str]) -> Ch
         except (KeyboardInterrupt, EOFError):
             return "stop"
     return _CHOICES[said]
-
-
-def _text(typed: str) -> str:
-    """Bytes that were no UTF-8 (the line editor has them as surrogates) become replacement characters."""
-    return _SURROGATES.sub("\ufffd", typed)
 
 
 def _session(chat: Chat, history: Path) -> PromptSession[str]:
@@ -166,7 +159,7 @@ def _history(path: Path) -> FileHistory:
 
         def store_string(self, string: str) -> None:
             with suppress(OSError):
-                super().store_string(_text(string))
+                super().store_string(unicode(string))
 
     with suppress(OSError):
         private_folder(path.parent)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from minicpm_cli.chat import made
+from minicpm_cli.chat.attach import unicode
 from minicpm_cli.chat.claim import Claim, lock_of
 from minicpm_cli.chat.conversation import Conversation, Turn
 from minicpm_cli.disk import private_folder, sync_folder
@@ -82,14 +83,14 @@ class Transcript:
     def _parses(self, line: bytes) -> bool:
         try:
             json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             return False
         return True
 
     def _turn(self, number: int, line: bytes) -> Turn:
         try:
             return _turn(json.loads(line))
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise FileError(f"{self.path}, line {number} is not a message: {error}. Mend or delete the line.") from None
 
 
@@ -155,10 +156,10 @@ class Sessions:
         return Summary(name, seconds, len(asked), beginning(asked[0]) if asked else "")
 
     def _dated(self) -> Iterator[tuple[int, Path]]:
-        """Files with the time of their last change; one that goes meanwhile is left out, and so is a hidden one."""
+        """Files with the time of their last change; left out is what no session can be called, or goes meanwhile."""
         for path in self.folder.glob(f"[!.]*{SUFFIX}"):
-            with suppress(FileNotFoundError):
-                yield path.stat().st_mtime_ns, path
+            with suppress(FileNotFoundError, UsageError):
+                yield self.path(path.name.removesuffix(SUFFIX)).stat().st_mtime_ns, path
 
     def latest(self) -> str:
         """Raises UsageError when there is none."""
@@ -217,6 +218,6 @@ def _turn(record: Any) -> Turn:
     content, reasoning, when = record.get("content"), record.get("reasoning"), record.get("time")
     if not isinstance(content, str) or not isinstance(reasoning, str | None):
         raise ValueError("content and reasoning must be strings")
-    message = Message(record["role"], content, reasoning)
+    message = Message(record["role"], unicode(content), None if reasoning is None else unicode(reasoning))
     when = when if isinstance(when, int) else int(time.time())
     return Turn(message, record.get("partial") is True, made.read(record), record.get("edited") is True, when)

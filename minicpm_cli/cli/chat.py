@@ -23,7 +23,7 @@ from minicpm_cli.chat.replay import replay
 from minicpm_cli.chat.sessions import Sessions, Transcript, beginning
 from minicpm_cli.cli import completion
 from minicpm_cli.cli.options import LOAD, LOOKUP, MODEL, OUTPUT, SAMPLING, Flags, examples, takes
-from minicpm_cli.cli.runtime import Invocation, stdin_bytes
+from minicpm_cli.cli.runtime import Invocation, standard_input, stdin_bytes
 from minicpm_cli.errors import UsageError
 from minicpm_cli.settings import DEFAULT, Layer, LoadOptions, Settings
 from minicpm_cli.types import SamplingParams
@@ -98,6 +98,8 @@ def chat(
     sessions = Sessions(settings.data_dir / "sessions")
     name = sessions.latest() if go_on else session or sessions.fresh()
     pipe = stdin_bytes()
+    if pipe is None:
+        standard_input()
     with _chat(invocation, settings, sessions, name) as one:
         if system is not None:
             one.conversation.set_system(system)

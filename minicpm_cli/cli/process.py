@@ -76,6 +76,9 @@ def _usage(error: BaseException) -> str:
     """Click's message with the command whose --help tells more."""
     ctx = getattr(error, "ctx", None)
     message = error.format_message() if hasattr(error, "format_message") else str(error)
+    unknown = type(error).__name__ == "NoSuchOption" and not getattr(error, "possibilities", None)
+    if unknown and ctx and ctx.info_name in ("run", "create"):
+        message += " (a prompt that begins with - needs -- before it)"
     return f"{message.rstrip('.')}. See: {ctx.command_path if ctx else 'minicpm'} --help"
 
 
@@ -88,6 +91,8 @@ def _fail(invocation: Invocation, message: str, code: int, *, trace: bool = Fals
         invocation.terminal.line(f"minicpm: {message}")
     except BrokenPipeError:
         _end_as_by_sigpipe()
+    except OSError:  # stderr takes nothing: there is nowhere left to say it
+        return code
     return code
 
 

@@ -7,7 +7,6 @@ import io
 import os
 import select
 import stat
-import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import BinaryIO
 from minicpm_cli.chat.attach import decode, path_of, quoted, read_text, without_final_newline
 from minicpm_cli.chat.terminal import Terminal
 from minicpm_cli.cli.prompt_template import FILE, PromptTemplate
+from minicpm_cli.cli.runtime import standard_input
 from minicpm_cli.errors import UsageError
 
 STDIN = "-"
@@ -62,7 +62,9 @@ class Source:
         return _CURES[self.encoding is not None]
 
     def _words(self, words: list[str]) -> str:
-        return "" if words == [STDIN] else " ".join(words)
+        """An argument is bytes, too."""
+        text = "" if words == [STDIN] else " ".join(words)
+        return decode(os.fsencode(text), "the prompt", self.encoding, cure=self._cure) if _has_bytes(text) else text
 
     def _files(self, files: list[Path]) -> Iterator[str]:
         names = [path.name for path in files]
@@ -80,11 +82,11 @@ class Source:
     def _text(self, path: str) -> str:
         if path != STDIN:
             return read_text(Path(path), self.encoding, cure=self._cure)
-        return decode(self._bytes(_standard_input()), "stdin", self.encoding, cure=self._cure)
+        return decode(self._bytes(standard_input()), "stdin", self.encoding, cure=self._cure)
 
     def _stdin(self, words: list[str], files: list[Path]) -> str:
         """What is piped in; `-` as the only word reads it also at a terminal."""
-        pipe = _standard_input() if words == [STDIN] else self.pipe
+        pipe = standard_input() if words == [STDIN] else self.pipe
         if pipe is None:
             return ""
         data = self._bytes(pipe)
@@ -96,13 +98,6 @@ class Source:
         if _is_pipe(pipe) and not _ready(pipe):
             self.terminal.note("waiting for stdin (< /dev/null where there is nothing to read)")
         return pipe.read()
-
-
-def _standard_input() -> BinaryIO:
-    """Also where it is a terminal: the user asked for it by `-`."""
-    if sys.stdin is None or sys.stdin.closed:
-        raise UsageError("there is no stdin to read: it is closed")
-    return sys.stdin.buffer
 
 
 def known_encoding(name: str | None) -> str | None:
@@ -132,6 +127,11 @@ def stray_files(words: list[str], files: list[Path]) -> list[str]:
     """Words of the prompt that were perhaps meant as files: a shell turns `-f *.py` into `-f a.py b.py`."""
     suffixes = {path.suffix for path in files if path.suffix}
     return [word for word in words if Path(word).suffix in suffixes and path_of(word).is_file()] if files else []
+
+
+def _has_bytes(text: str) -> bool:
+    """Whether Python could not tell what some of an argument says."""
+    return any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _is_pipe(stream: BinaryIO) -> bool:

@@ -11,6 +11,7 @@ from typing import Any, BinaryIO, TextIO
 
 from minicpm_cli.chat.terminal import Terminal
 from minicpm_cli.cli import opening
+from minicpm_cli.errors import UsageError
 from minicpm_cli.llm.info import LanguageModel, Prompts
 from minicpm_cli.settings import Layer, Settings
 
@@ -73,6 +74,13 @@ def stdin_bytes() -> BinaryIO | None:
     """Standard input when it is a file or a pipe; None at a terminal, or where there is none."""
     if sys.stdin is None or sys.stdin.closed or sys.stdin.isatty():
         return None
+    return sys.stdin.buffer
+
+
+def standard_input() -> BinaryIO:
+    """Also where it is a terminal. Raises UsageError where the process has none."""
+    if sys.stdin is None or sys.stdin.closed:
+        raise UsageError("there is no stdin to read: it is closed")
     return sys.stdin.buffer
 
 

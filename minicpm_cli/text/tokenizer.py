@@ -16,7 +16,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as FastTokenizer
 
-from minicpm_cli.errors import TokenizerError
+from minicpm_cli.errors import RequestError, TokenizerError
 from minicpm_cli.text.control import control_tokens, symbols_in_vocab
 from minicpm_cli.text.gguf_vocab import vocabulary_from_gguf
 from minicpm_cli.text.pieces import piece_table
@@ -69,7 +69,14 @@ class Tokenizer:
 
     def encode_named(self, text: str) -> list[int]:
         """The ids of a text in which control tokens stand by their names (see `named`)."""
-        ids: list[int] = self._fast.encode(text, add_special_tokens=False).ids
+        try:
+            ids: list[int] = self._fast.encode(text, add_special_tokens=False).ids
+        except TypeError:
+            half = next(i for i, character in enumerate(text) if "\ud800" <= character <= "\udfff")
+            before = text[max(0, half - 20) : half]
+            raise RequestError(
+                "bad_parameter", f"the text is no Unicode behind {before!r}: half a surrogate pair"
+            ) from None
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:

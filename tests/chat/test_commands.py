@@ -346,6 +346,7 @@ def test_a_file_that_does_not_fit_is_refused_or_said_before_it_is_sent(make: Mak
     [
         (b"\x89PNG\r\n\x1a\n\0\0", "is a binary file (PNG image)"),
         (b"%PDF-1.7\n", "is a binary file (PDF)"),
+        (b"GIF89a\1\0\1", "is a binary file (GIF image)"),
         (b"abc\0def", "is a binary file. Only text"),
         (b"\xff\xfea\0", "is UTF-16 text. Convert it first"),
         (b"abc\xff", "is not UTF-8: byte 0xff at offset 3"),

@@ -265,3 +265,23 @@ def test_a_list_of_sessions_says_what_they_are_about(tmp_path: Path) -> None:
     first, second = (f"{summary.name}  {summary.told()}" for summary in sessions.summaries())
     assert first == "b  now, 0 questions: (not readable)"
     assert second.endswith("days ago, 1 question: How are you? How are you? How are you? H")
+
+
+def test_a_line_as_deep_as_no_parser_goes(tmp_path: Path) -> None:
+    (tmp_path / "deep.jsonl").write_text("[" * 100_000 + "\n")
+    sessions = Sessions(tmp_path)
+    with pytest.raises(FileError, match=r"deep.jsonl, line 1 is not a message"):
+        sessions.open("deep")
+    assert [summary.first for summary in sessions.summaries()] == ["(not readable)"]
+
+
+def test_files_that_no_session_can_be_called_are_no_sessions(tmp_path: Path) -> None:
+    for name in (b"a.jsonl", b"two words.jsonl", b"b\xffd.jsonl"):
+        (tmp_path / os.fsdecode(name)).write_text('{"role": "user", "content": "hi"}\n')
+    assert Sessions(tmp_path).names() == ["a"]
+    assert Sessions(tmp_path).latest() == "a"
+
+
+def test_half_a_surrogate_pair_does_not_spoil_a_session(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"role": "user", "content": "x \\ud800 \\ud83d\\ude00"}\n')
+    assert Sessions(tmp_path).open("a").messages == (Message("user", "x \ufffd \U0001f600"),)

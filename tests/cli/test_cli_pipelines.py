@@ -102,6 +102,37 @@ def test_interrupted_while_it_starts(home: Path, demo_gguf: Path, module: str) -
     assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"minicpm: interrupted\n")
 
 
+def test_a_prompt_that_begins_with_a_dash(cli) -> None:
+    result = cli("run", "-5 degrees, is that cold?")
+    assert (result.code, result.opened) == (2, False)
+    assert "a prompt that begins with - needs -- before it" in result.err
+    assert "-5 degrees" in cli("run", "--", "-5 degrees, is that cold?").out
+    assert "needs --" not in cli("run", "--topp", "0.5", "Hi").err, "there the option was meant"
+
+
+@pytest.mark.parametrize("text", ["GIF89a or PNG?", "GGUF, what is that?", "%PDF- begins which files?"])
+def test_questions_about_files_are_no_files(cli, text: str) -> None:
+    assert text in cli("run", stdin=text.encode()).out
+
+
+def test_an_argument_that_is_no_utf_8(cli) -> None:
+    word = os.fsdecode(b"caf\xe9")
+    result = cli("run", word)
+    assert (result.code, result.opened) == (2, False)
+    assert "the prompt is not UTF-8: byte 0xe9 at offset 3" in result.err
+    assert "café" in cli("run", "--encoding", "latin-1", word).out
+
+
+@pytest.mark.parametrize("closed", ["2>/dev/full", "2>&-"])
+def test_an_error_that_cannot_be_said_has_its_exit_code(home: Path, closed: str) -> None:
+    assert shell(f"$minicpm run --top-p 7 hi {closed}").returncode == 2
+
+
+def test_chat_without_a_stdin(home: Path) -> None:
+    done = shell("$minicpm chat <&-")
+    assert (done.returncode, done.stderr) == (2, "minicpm: there is no stdin to read: it is closed\n")
+
+
 def test_the_table_in_the_help_holds_every_code(cli) -> None:
     def codes(cls: type[errors.MinicpmError]) -> set[int]:
         return {cls.exit_code}.union(*map(codes, cls.__subclasses__()))

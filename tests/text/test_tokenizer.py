@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tiny_tokenizers import MARKUP, SPECIAL, byte_level_folder, sentencepiece_folder, with_post_processor, write_config
 from tokenizers import Tokenizer as FastTokenizer
 
-from minicpm_cli.errors import TokenizerError
+from minicpm_cli.errors import RequestError, TokenizerError
 from minicpm_cli.text.spm import spm_tokenizer
 from minicpm_cli.text.tokenizer import Tokenizer, load_tokenizer
 from minicpm_cli.text.vocabulary import Vocabulary
@@ -248,3 +248,8 @@ class TestBadFiles:
         write_config(tmp_path, {"auto_map": {"AutoTokenizer": ["evil.Tokenizer", None]}, "bos_token": "<s>"})
         (tmp_path / "evil.py").write_text("raise SystemExit('remote code ran')")
         assert load_tokenizer(tmp_path).bos_token == "<s>"
+
+
+def test_half_a_surrogate_pair_is_refused(byte_folder: Path) -> None:
+    with pytest.raises(RequestError, match="no Unicode behind 'ab'"):
+        load_tokenizer(byte_folder).encode("ab\ud800c", control=False)
