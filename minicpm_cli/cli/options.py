@@ -56,7 +56,16 @@ PACKING = (
         "gptq_format", str, "v1 or v2: zero points of GPTQ files that do not say it.", "--gptq-format", metavar="V"
     ),
 )
-LOAD = (*PLACE, *PACKING)
+ADAPTER = (
+    _option(
+        "lora",
+        str,
+        "LoRA adapter (PEFT's folder): merged into plain weights, beside quantized ones.",
+        "--lora",
+        metavar="DIR",
+    ),
+)
+LOAD = (*PLACE, *PACKING, *ADAPTER)
 LOOKUP = (
     _option(
         "lookup",

@@ -17,6 +17,7 @@ CUBLAS = 34 << 20  # bytes of torch's workspace for products on Hopper, of each 
 PREFILL_GRAPH = 2048  # tokens of the longest prompt whose step is captured
 ROTATION = 4 * 4  # bytes an element of the rotary angles: the angle, sine and cosine in float32, one on its way
 ROUNDING = 16  # bytes a weight of a matrix that is quantized as it is loaded
+MERGING = 8  # bytes a weight of a matrix that an adapter is merged into: in float32, and the factors' product
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,7 @@ class Form:
     itemsize: int = 2
     packed: bool = False  # some are unpacked for products of many rows
     rounded: bool = False  # quantized while loading
+    merged: bool = False  # with an adapter
     cpu: bool = False
 
 
@@ -102,7 +104,7 @@ def _load(cfg: ModelConfig, form: Form) -> int:
     """The largest matrix of a block beside the place that it is copied to; on a GPU all experts of one, stacked."""
     shapes = tensor_shapes(cfg)
     largest = max(math.prod(shape) for name, shape in shapes.items() if is_linear(name))
-    passing = largest * (ROUNDING if form.rounded else form.itemsize)
+    passing = largest * ((ROUNDING if form.rounded else form.itemsize) + (MERGING if form.merged else 0))
     if cfg.moe is None or form.cpu:
         return passing
     stacked = 3 * cfg.moe.experts * cfg.hidden_size * cfg.intermediate * form.itemsize

@@ -13,10 +13,12 @@ from minicpm_cli.errors import UsageError
 from minicpm_cli.hub.files import read_json
 from minicpm_cli.model.config import ModelConfig
 from minicpm_cli.model.gguf import GGUFHeader, config_from_gguf, read_header
+from minicpm_cli.model.gguf_names import huggingface_names
 from minicpm_cli.model.load_scheme import AS_STORED, LoadScheme, weight_bits, weight_bytes
+from minicpm_cli.model.lora import Adapter
 from minicpm_cli.model.quant_config import QuantConfig, read_config
 from minicpm_cli.model.safetensors_header import FLOATS, Entry, all_entries
-from minicpm_cli.model.shapes import HEAD, is_absorbed, is_linear
+from minicpm_cli.model.shapes import EMBED, HEAD, is_absorbed, is_linear
 from minicpm_cli.model.shards import safetensors_files
 from minicpm_cli.settings import LoadOptions
 from quant.scheme import Scheme
@@ -34,7 +36,7 @@ _PACKED = frozenset({"Q4_0", "Q4_1", "Q8_0"})  # stay packed in memory; other ki
 class Checkpoint:
     """`packing` names how the files hold the weights, None where they hold plain ones; `load` quantizes on the way.
 
-    `kernels` is the folder where compiled GPU kernels are kept.
+    `kernels` is the folder where compiled GPU kernels are kept. `adapter` is loaded with it.
     """
 
     path: Path
@@ -43,6 +45,7 @@ class Checkpoint:
     load: LoadScheme = AS_STORED
     gptq_format: str | None = None
     kernels: Path | None = None
+    adapter: Adapter | None = None
     _quant: QuantConfig | None = None
     _header: GGUFHeader | None = None
 
@@ -68,7 +71,15 @@ class Checkpoint:
         load = LoadScheme.of(options.quantize, options.head_bits)
         load.check(self.cfg)
         head = None if self._head_is_packed else load.head
-        return replace(self, load=replace(load, head=head), gptq_format=options.gptq_format)
+        loaded = replace(self, load=replace(load, head=head), gptq_format=options.gptq_format)
+        return loaded.with_adapter(Path(options.lora)) if options.lora else loaded
+
+    def with_adapter(self, folder: Path) -> Checkpoint:
+        """Raises ConfigError, UnsupportedModel or WeightsError for one that cannot be loaded onto this model."""
+        if self.adapter is not None and self.adapter.folder == folder:
+            return self
+        adapter = Adapter.read(folder, self.cfg)
+        return replace(self, cfg=adapter.adapted(self.cfg), adapter=adapter)
 
     def decoder(
         self, device: torch.device, dtype: torch.dtype, on_progress: Callable[[int, int], None] | None = None
@@ -85,11 +96,13 @@ class Checkpoint:
             scheme=self.load,
             gptq_format=self.gptq_format,
             kernels=self.kernels,
+            adapter=self.adapter,
         )
 
     def scheme(self, plain: str) -> str:
         """How the weights lie in memory, for people; `plain` names the dtype of those that nothing packs."""
-        return self.load.name(self.cfg, self.packing or plain)
+        name = self.load.name(self.cfg, self.packing or plain)
+        return f"{name}, {self.adapter.label}" if self.adapter else name
 
     def weight_bytes(self, itemsize: int, *, cpu: bool = False) -> int:
         """What the weights will take in memory by the files' headers; plain ones have `itemsize` bytes an element.
@@ -97,17 +110,39 @@ class Checkpoint:
         Raises WeightsError for files that are not whole.
         """
         if self._header is None:
-            plain = (
-                frozenset(n for n, e in self._entries().items() if e.dtype in FLOATS) if self._quant else frozenset()
-            )
-            return weight_bytes(self.cfg, itemsize, lambda name, k: self._matrix(name, k, plain), cpu=cpu)
+            plain = self._plain() if self._quant else frozenset()
+            held = weight_bytes(self.cfg, itemsize, lambda name, k: self._matrix(name, k, plain), cpu=cpu)
+            packed = lambda name: self._is_packed(name, plain)  # noqa: E731
+            return held + (self.adapter.beside_bytes(packed, itemsize) if self.adapter else 0)
         head, k = self.load.matrix(HEAD, self.cfg.hidden_size), self.cfg.hidden_size
         own = math.ceil(self.cfg.vocab * k * weight_bits(head, k, itemsize, cpu=cpu) / 8) if head else 0
         kept = 0 if cpu and itemsize != 2 else 2 if cpu else 1  # copies of what stays packed; see weight_bits
+        own += self._adapter_bytes(self._header, itemsize, untied=not head)
         return own + sum(
             tensor.nbytes * kept if kept and tensor.type in _PACKED else math.prod(tensor.shape) * itemsize
             for tensor in self._header.tensors.values()
         )
+
+    def _adapter_bytes(self, header: GGUFHeader, itemsize: int, *, untied: bool) -> int:
+        """What an adapter adds to a GGUF file's weights: its factors beside packed ones, and what it unpacks."""
+        if self.adapter is None:
+            return 0
+        packed = {
+            name
+            for tensor in header.tensors.values()
+            if tensor.type in _PACKED
+            for name, _ in huggingface_names(tensor.name, tensor.shape[0])
+        }
+        shapes, whole = self.adapter.shapes, packed & self.adapter.unpacked
+        added = sum(math.prod(shapes[name]) for name in whole)
+        if self.adapter.unties and untied and "output.weight" not in header.tensors:
+            added += math.prod(shapes.get(HEAD) or shapes[EMBED])
+        return added * itemsize + self.adapter.beside_bytes((packed - whole).__contains__, itemsize)
+
+    def _plain(self) -> frozenset[str]:
+        """Matrices of a quantized folder that are plain in memory."""
+        stored = frozenset(n for n, e in self._entries().items() if e.dtype in FLOATS)
+        return stored | (self.adapter.unpacked if self.adapter else frozenset())
 
     def stored(self) -> dict[str, int]:
         """Bytes in the files by type of element, as their headers say; empty for PyTorch's own format."""
@@ -124,13 +159,15 @@ class Checkpoint:
 
     def _matrix(self, name: str, k: int, plain: Container[str]) -> Scheme | None:
         """How the matrix `name` is packed in memory; a quantizer may have left some `plain`."""
-        if (
-            name not in plain
-            and self._quant
-            and (self._quant.head if name == HEAD else is_linear(name) and not is_absorbed(name))
-        ):
+        if self._quant and self._is_packed(name, plain):
             return self._quant.of(name.removesuffix(".weight")).scheme
         return self.load.matrix(name, k)
+
+    def _is_packed(self, name: str, plain: Container[str]) -> bool:
+        """Of a quantized folder."""
+        if self._quant is None or name in plain:
+            return False
+        return self._quant.head if name == HEAD else is_linear(name) and not is_absorbed(name)
 
     @property
     def _head_is_packed(self) -> bool:

@@ -37,7 +37,8 @@ def demand_of(checkpoint: Sized, options: LoadOptions, dtype: str, *, cpu: bool)
     weights = checkpoint.weight_bytes(itemsize, cpu=cpu)
     packed = weights < PACKED_SHARE * weight_bytes(cfg, itemsize, lambda name, k: None)
     kv_token = KVFormat.of(options.kv_dtype, dtype).bytes_per_token(cfg)
-    return Demand(cfg, weights, kv_token, Form(itemsize, packed, rounded=options.quantize is not None, cpu=cpu))
+    rounded, merged = options.quantize is not None, options.lora is not None
+    return Demand(cfg, weights, kv_token, Form(itemsize, packed, rounded=rounded, merged=merged, cpu=cpu))
 
 
 def wanted(options: LoadOptions, form: Form, fixed: int = 0) -> MemoryOptions:

@@ -20,7 +20,7 @@ from minicpm_cli.hub.files import ModelFiles
 from minicpm_cli.llm.checkpoint import KERNELS
 from minicpm_cli.llm.device import choose_device, choose_dtype, dtype_name
 from minicpm_cli.llm.info import LLMInfo, Occupancy, Speculated, Totals
-from minicpm_cli.llm.opening import Opened, open_engine, plan_engine, refuse_later
+from minicpm_cli.llm.opening import Opened, open_engine, plan_engine
 from minicpm_cli.llm.prompter import Prompter
 from minicpm_cli.llm.watch import Watch
 from minicpm_cli.model.config import ModelConfig
@@ -57,7 +57,6 @@ class LLM:
         `prompter` is that of the same files, if there is one.
         """
         begun = time.monotonic()
-        refuse_later(options)
         if threads is not None:
             torch.set_num_threads(threads)
         prompter = prompter or Prompter.open(options, files)
@@ -71,6 +70,8 @@ class LLM:
         opened = open_engine(options, plan, checkpoint, device, dtype, on_progress, cache)
         info = _info(prompter, files, opened, plan, time.monotonic() - begun)
         notes = _notes(options, checkpoint.cfg, trained, device, looks_up=opened.engine.looks_up)
+        if checkpoint.adapter and (told := checkpoint.adapter.note(files.name, options.model, files.path.name)):
+            notes = (*notes, told)
         scheme = KVFormat.of(options.kv_dtype, dtype_name(dtype)).beside(info.scheme)
         return cls(prompter, opened.engine, replace(info, scheme=scheme, notes=notes), opened.watch)
 

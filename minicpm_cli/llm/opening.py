@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Protocol
 
 import torch
@@ -14,7 +13,7 @@ import torch
 from minicpm_cli.engine.engine import Engine, EngineConfig
 from minicpm_cli.engine.memory import MemoryPlan, plan_memory
 from minicpm_cli.engine.memory_ledger import Kind, shape_of
-from minicpm_cli.errors import OutOfMemory, UsageError
+from minicpm_cli.errors import OutOfMemory
 from minicpm_cli.llm.demand import Sized, demand_of, lookup_of, wanted
 from minicpm_cli.llm.device import check_cache, device_name, dtype_name, free_bytes
 from minicpm_cli.llm.watch import Watch, versions
@@ -22,8 +21,6 @@ from minicpm_cli.model.decoder import Decoder
 from minicpm_cli.model.kv import KVCache
 from minicpm_cli.model.kv_format import KVFormat
 from minicpm_cli.settings import LoadOptions
-
-_LATER = MappingProxyType({"lora": None})
 
 
 class Loadable(Sized, Protocol):
@@ -42,12 +39,6 @@ class Opened:
     decoder: Decoder
     kv: KVCache
     watch: Watch
-
-
-def refuse_later(options: LoadOptions) -> None:
-    for name, neutral in _LATER.items():
-        if getattr(options, name) != neutral:
-            raise UsageError(f"{name} is not supported in this version; remove it from the settings (minicpm config)")
 
 
 def plan_engine(options: LoadOptions, checkpoint: Loadable, device: torch.device, dtype: torch.dtype) -> MemoryPlan:

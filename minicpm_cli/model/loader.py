@@ -12,6 +12,8 @@ from minicpm_cli.kernels.ops import ops_for
 from minicpm_cli.model.config import ModelConfig
 from minicpm_cli.model.decoder import Decoder
 from minicpm_cli.model.load_scheme import AS_STORED, LoadScheme
+from minicpm_cli.model.lora import Adapter
+from minicpm_cli.model.lora_source import Factors, LoraSource
 from minicpm_cli.model.quantizing_source import QuantizingSource
 from minicpm_cli.model.source import TensorSource, open_source
 from minicpm_cli.model.weights import Weights
@@ -30,14 +32,16 @@ def load_model(
     scheme: LoadScheme = AS_STORED,
     gptq_format: str | None = None,
     kernels: Path | None = None,
+    adapter: Adapter | None = None,
 ) -> Decoder:
     """Loads the checkpoint in `path` (a folder or a .gguf file); `on_progress` hears (layers done, layers).
 
     `scheme` quantizes on the way; `gptq_format` (v1, v2) is for GPTQ files that do not say theirs. Raises WeightsError
     for any tensor that is missing, left over, or of the wrong shape or type. Compiled kernels are kept in `kernels`.
+    `adapter` is merged into what is plain, before anything is quantized, and stays beside what is packed.
     """
     source = open_source(path, cfg, gptq_format, device)
-    return build_decoder(source, cfg, device, dtype, on_progress, scheme=scheme, kernels=kernels)
+    return build_decoder(source, cfg, device, dtype, on_progress, scheme=scheme, kernels=kernels, adapter=adapter)
 
 
 def build_decoder(
@@ -49,14 +53,19 @@ def build_decoder(
     *,
     scheme: LoadScheme = AS_STORED,
     kernels: Path | None = None,
+    adapter: Adapter | None = None,
 ) -> Decoder:
     """A decoder from any source of tensors, its matrices quantized by `scheme` as they come."""
     for name in sorted(source.names()):
         if name.endswith(DERIVED):
             source.ignore(name)
+    beside: dict[str, Factors] = {}
+    if adapter is not None:
+        cfg = adapter.adapted(cfg)
+        source = LoraSource(source, adapter, dtype if scheme == AS_STORED else torch.float32, beside=beside)
     if scheme.linear:
         source = QuantizingSource(source, scheme, device)
-    weights = Weights(source, device, dtype, scheme, kernels)
+    weights = Weights(source, device, dtype, scheme, kernels, beside)
     with _closed_on_errors(source), torch.inference_mode():
         decoder = Decoder(cfg, weights, ops_for(device, kernels), on_progress)
     source.finish()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -9,6 +10,8 @@ import torch
 from torch import Tensor
 
 from minicpm_cli.model.load_scheme import AS_STORED, LoadScheme
+from minicpm_cli.model.lora_layer import LowRankBeside
+from minicpm_cli.model.lora_source import Factors
 from minicpm_cli.model.quantizing_source import rounded
 from minicpm_cli.model.shapes import HEAD
 from minicpm_cli.model.source import TensorSource
@@ -27,6 +30,7 @@ class Weights:
     dtype: torch.dtype
     scheme: LoadScheme = AS_STORED
     kernels: Path | None = None  # where compiled GPU kernels are kept
+    beside: Mapping[str, Factors] = field(default_factory=dict)  # of packed matrices, once they were taken
     nbytes: int = field(default=0)
     capturable: bool = field(default=True)  # whether a CUDA graph can hold every layer
 
@@ -34,6 +38,13 @@ class Weights:
         """One layer over the rows of the named [N, K] matrices, given as (name, N, K), in that order."""
         stored = [self.source.take(n, (rows, k)) for n, rows, k in wanted]
         layer = make_linear(stored, self.device, self.dtype, self.kernels)
+        row, parts = 0, []
+        for name, rows, _ in wanted:
+            if name in self.beside:
+                parts.append((row, self.beside[name]))
+            row += rows
+        if parts:
+            layer = LowRankBeside(layer, parts, self.device, self.dtype)
         self._count(layer)
         return layer
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from checkpoints import FAMILIES, write_checkpoint
-from minicpm_cli.errors import ContextOverflow, DeviceError, OutOfMemory, RequestError, TemplateError, UsageError
+from minicpm_cli.errors import ConfigError, ContextOverflow, DeviceError, OutOfMemory, RequestError, TemplateError
 from minicpm_cli.hub.files import ModelFiles
 from minicpm_cli.llm.llm import LLM
 from minicpm_cli.llm.prompter import Prompter
@@ -98,7 +98,7 @@ def test_bad_requests_fail_alone(load) -> None:
         ask("long", (Message("user", "hello " * 300),)),
         ask("role", (Message("pope", "hello"),)),  # type: ignore[arg-type]
         ask("good"),
-        Request("later", HELLO, SamplingParams(schema="{}")),
+        Request("later", HELLO, SamplingParams(schema="{")),
         ask("empty", ""),
     ]
     last = {e.id: e for e in llm.stream(requests) if e.finish is not None}
@@ -106,6 +106,7 @@ def test_bad_requests_fail_alone(load) -> None:
     assert isinstance(last["role"].error, RequestError)
     assert last["role"].error.code == "bad_role"
     assert isinstance(last["later"].error, RequestError)
+    assert last["later"].error.code == "schema_invalid"
     assert last["good"].error is None
     assert set(last) == {"long", "role", "good", "later", "empty"}
 
@@ -263,8 +264,8 @@ def test_what_cannot_be_is_refused_before_the_weights_are_read(load, folder: Pat
         raise AssertionError("the weights were read")
 
     monkeypatch.setattr(module, "load_model", read)
-    with pytest.raises(UsageError, match="not supported in this version"):
-        load(lora="x")
+    with pytest.raises(ConfigError, match=r"no adapter_config.json"):
+        load(lora=str(folder))
     with pytest.raises(DeviceError):
         load(device="cuda:99")
     with pytest.raises(OutOfMemory, match="ctx"):
