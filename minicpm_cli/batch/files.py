@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import stat
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -24,10 +25,15 @@ def failed(action: str, path: Path | str, error: OSError) -> FileError:
 
 
 def replace_file(path: Path, write: Callable[[IO[bytes]], None]) -> None:
-    """`path` with what `write` writes, or as it was before: temporary file, fsync, rename. Raises FileError."""
+    """`path` with what `write` writes, or as it was before: temporary file, fsync, rename. Raises FileError.
+
+    A file that was there keeps its permissions.
+    """
     aside = _aside(path)
     try:
         with open(aside, "wb") as f:
+            with suppress(OSError):
+                shutil.copymode(path, aside)
             write(f)
             f.flush()
             os.fsync(f.fileno())
@@ -41,7 +47,17 @@ def replace_file(path: Path, write: Callable[[IO[bytes]], None]) -> None:
 
 
 def _aside(path: Path) -> Path:
-    return path.with_name(path.name + ".tmp")
+    """Named so that nobody has such a file of his own: it is overwritten, and removed."""
+    return path.with_name(f".{path.name}.minicpm-part")
+
+
+def _lock(path: Path) -> Path:
+    return path.with_name(f".{path.name}.minicpm-lock")
+
+
+def files_beside(path: Path) -> list[Path]:
+    """What may come and go while `path` is written."""
+    return [_aside(path), _lock(path)]
 
 
 def forget_aside(path: Path) -> None:
@@ -51,8 +67,16 @@ def forget_aside(path: Path) -> None:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    text = json.dumps(content, indent=2, allow_nan=False) + "\n"
-    replace_file(path, lambda f: void(f.write(text.encode("ascii"))))
+    """Whoever holds a link to the file sees the new one; a pipe or a device is written to. Raises FileError."""
+    text = json.dumps(content, indent=2, allow_nan=False).encode("ascii") + b"\n"
+    try:
+        place = path.resolve()
+        if not place.exists() or place.is_file():
+            return replace_file(place, lambda f: void(f.write(text)))
+        with open(path, "wb", buffering=0) as f:
+            f.write(text)
+    except (OSError, RuntimeError) as e:  # RuntimeError: links in a circle
+        raise failed("write", path, e if isinstance(e, OSError) else OSError(errno.ELOOP, str(e))) from e
 
 
 def void(_: object) -> None:
@@ -63,7 +87,7 @@ def is_plain(path: str | Path) -> bool:
     """A regular file, as opposed to '-', a pipe or a device."""
     try:
         return str(path) != STREAM and stat.S_ISREG(os.stat(path).st_mode)
-    except OSError:
+    except (OSError, ValueError):
         return False
 
 
@@ -83,10 +107,10 @@ def _status(path: str, descriptor: int) -> os.stat_result | None:
 
 
 class Lock:
-    """`path`.lock, held by one process at a time and by none that has died. Raises UsageError when taken."""
+    """A file beside `path`, held by one process at a time and by none that has died. Raises UsageError when taken."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path.with_name(path.name + ".lock")
+        self._path = _lock(path)
         self._file = self._take(path)
 
     def _take(self, guarded: Path) -> IO[bytes]:

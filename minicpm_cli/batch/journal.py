@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import time
 from array import array
 from collections import Counter
@@ -265,8 +264,6 @@ def _mend(path: Path, torn_at: int | None) -> None:
 
 def _drop_errors(path: Path, key: bytes | None) -> None:
     def write(target: IO[bytes]) -> None:
-        with suppress(OSError):
-            shutil.copymode(path, target.name)
         for _, raw in rows_of(path):
             if not _is_error(raw, key):
                 target.write(raw)

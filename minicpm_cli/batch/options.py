@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from minicpm_cli.batch.files import STREAM, same_file
+from minicpm_cli.batch.files import STREAM, files_beside, same_file
 from minicpm_cli.batch.manifest import manifest_path
 from minicpm_cli.batch.records import Style
 from minicpm_cli.errors import FileError, UsageError
@@ -87,6 +87,9 @@ def check_options(options: BatchOptions) -> None:
         raise UsageError("--overwrite starts again and --retry-errors goes on; give one of them")
     if options.raw and options.system is not None:
         raise UsageError("--raw sends prompts without a template, so --system has no place; give one of them")
+    for kind, name in (("input", options.input), ("output", options.output), ("summary", options.summary)):
+        if name is not None and (not name or "\0" in name):
+            raise UsageError(f"The {kind} {name!r} is no name of a file.")
     _check_input(options.input)
     _check_output(options.output)
     _check_distinct(options)
@@ -124,11 +127,15 @@ def _check_output(name: str) -> None:
 def _check_distinct(options: BatchOptions) -> None:
     if same_file(options.input, options.output):
         raise UsageError(f"OUT {options.output} is the input itself; its lines would be mixed with the answers.")
+    out = Path(os.path.realpath(options.output))
+    manifest = manifest_path(out)
+    own = [str(path) for path in (manifest, *files_beside(out), *files_beside(manifest))]
+    if options.output != STREAM and os.path.realpath(options.input) in own:
+        raise UsageError(f"The input {options.input} is a file that the run writes beside OUT. Give another OUT.")
     if options.summary is None:
         return
     if not Path(os.path.realpath(options.summary)).parent.is_dir() or os.path.isdir(options.summary):
         raise FileError(f"The summary {options.summary} cannot be written there. Give a file in an existing folder.")
-    out = Path(os.path.realpath(options.output))
-    taken = [os.path.realpath(options.input), str(out), str(manifest_path(out))]
+    taken = [os.path.realpath(options.input), str(out), *own]
     if os.path.realpath(options.summary) in taken or same_file(options.summary, options.input):
         raise UsageError(f"--summary {options.summary} is one of the run's own files. Give another name.")

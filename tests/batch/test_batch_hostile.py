@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import json
+import os
+import stat
 from array import array
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,7 @@ from minicpm_cli.batch import lines as lines_module
 from minicpm_cli.batch import rows as rows_module
 from minicpm_cli.batch.keys import HashSet
 from minicpm_cli.batch.lines import raw_lines, read_lines
+from minicpm_cli.errors import FileError, UsageError
 
 
 @pytest.fixture
@@ -121,3 +125,64 @@ def test_flags_of_a_set() -> None:
     many = array("Q", range(200_000))
     packed = HashSet(range(0, 200_000, 7)).flags(many)
     assert [i for i in range(200_000) if packed[i // 8] >> (7 - i % 8) & 1] == list(range(0, 200_000, 7))
+
+
+# ---- names ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["out.jsonl.tmp", "out.jsonl.lock", "out.jsonl.manifest.json.tmp"])
+def test_files_that_only_look_like_ours_are_left_alone(tmp_path: Path, out: Path, name: str) -> None:
+    source = write_lines(tmp_path / name, prompts(3))
+    before = source.read_bytes()
+    run(source, out)
+    assert len(rows(out)) == 3
+    assert source.read_bytes() == before
+    out.write_bytes(out.read_bytes() + b'{"id": "r9", "line": 9, "error": {"code": "internal", "message": ""}}\n')
+    run(source, out, retry_errors=True)
+    assert source.read_bytes() == before
+
+
+def test_an_input_that_the_run_would_overwrite(tmp_path: Path, out: Path) -> None:
+    source = write_lines(tmp_path / "out.jsonl.manifest.json", prompts(3))
+    before = source.read_bytes()
+    with pytest.raises(UsageError, match="beside OUT"):
+        run(source, out, overwrite=True)
+    assert source.read_bytes() == before
+
+
+@pytest.mark.parametrize("given", [{"source": ""}, {"out": ""}, {"out": "a\0b"}, {"source": "\0"}, {"summary": ""}])
+def test_names_that_name_nothing(tmp_path: Path, out: Path, given: dict[str, str]) -> None:
+    source = write_lines(tmp_path / "in", prompts(1))
+    with pytest.raises(UsageError, match="no name of a file"):
+        run(**{"source": source, "out": out, **given})
+
+
+def test_a_summary_for_a_pipe_or_a_link(tmp_path: Path, out: Path) -> None:
+    """A device is not replaced: as root, --summary /dev/stdout would have made a file of it."""
+    source, pipe, link = write_lines(tmp_path / "in", prompts(3)), tmp_path / "pipe", tmp_path / "link"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    run(source, out, summary=str(pipe))
+    assert json.loads(os.read(reader, 1 << 16))["ok"] == 3
+    os.close(reader)
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+    link.symlink_to(tmp_path / "target")
+    run(source, out, summary=str(link))
+    assert json.loads((tmp_path / "target").read_text())["skipped"] == 3
+    assert link.is_symlink()
+    (tmp_path / "target").unlink()
+    link.unlink()
+    link.symlink_to(link)
+    with pytest.raises(FileError):
+        run(source, out, summary=str(link))
+
+
+def test_a_private_output_stays_private(tmp_path: Path, out: Path) -> None:
+    source = write_lines(tmp_path / "in", prompts(5))
+    out.touch(0o600)
+    out.chmod(0o600)
+    run(source, out)
+    out.write_bytes(b"".join(reversed(out.read_bytes().splitlines(keepends=True))))
+    run(source, out, ordered=True)
+    assert [row["id"] for row in rows(out)] == [f"r{i}" for i in range(5)]
+    assert stat.S_IMODE(out.stat().st_mode) == 0o600

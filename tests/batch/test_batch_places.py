@@ -124,7 +124,7 @@ def test_a_dangling_symlink_and_one_in_a_circle(source: Path, tmp_path: Path) ->
 
 
 def test_what_a_killed_replacement_left_is_removed(source: Path, out: Path) -> None:
-    left = out.with_name(out.name + ".tmp")
+    left = out.with_name(f".{out.name}.minicpm-part")
     left.write_bytes(b"half")
     run(source, out)
     assert not left.exists()

@@ -223,7 +223,7 @@ def test_two_processes_on_one_out(source: Path, out: Path) -> None:
     refused(UsageError, "being written by another", source, out)
     lock.release()
     assert run(source, out).ok == 20
-    stale = out.with_name("out.jsonl.lock")
+    stale = out.with_name(".out.jsonl.minicpm-lock")
     stale.write_bytes(b"")  # left by a killed process
     assert run(source, out).skipped == 20
     assert not stale.exists()
