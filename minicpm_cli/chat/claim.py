@@ -15,13 +15,16 @@ def lock_of(session: Path) -> Path:
 
 
 class Claim:
-    """Held until `release`, or until the process ends, however it ends. Raises UsageError when another one holds it."""
+    """Held until `release`, or until the process ends, however it ends.
 
-    def __init__(self, session: Path) -> None:
+    Raises UsageError when another one holds it for more than `patience` seconds.
+    """
+
+    def __init__(self, session: Path, patience: float = 0.0) -> None:
         from filelock import FileLock, Timeout
 
         path = lock_of(session)
-        self._lock = FileLock(path, timeout=0, mode=0o600)
+        self._lock = FileLock(path, timeout=patience, mode=0o600)
         try:
             private_folder(path.parent)
             self._lock.acquire()

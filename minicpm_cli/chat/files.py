@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Iterable
+from contextlib import nullcontext
 from pathlib import Path
 
 from minicpm_cli.chat.attach import path_of, quoted, read_text
 from minicpm_cli.chat.chat import Chat
+from minicpm_cli.chat.claim import Claim
 from minicpm_cli.chat.clipboard import copy as to_clipboard
 from minicpm_cli.chat.conversation import Messages
 from minicpm_cli.chat.markdown import last_code_block
@@ -29,7 +31,8 @@ def save(chat: Chat, argument: str) -> None:
     if path.suffix in _TO_READ:
         _write(path, _as_markdown(chat.conversation.messages), force=True)
     else:
-        Transcript(path).rewrite(chat.conversation.turns)
+        with nullcontext() if path in (chat.sessions.path(chat.name), path_of(argument)) else Claim(path):
+            Transcript(path).rewrite(chat.conversation.turns)
     chat.terminal.line(f"saved {len(chat.conversation.turns)} messages to {path}")
 
 

@@ -176,9 +176,9 @@ class Sessions:
             transcript.rewrite(turns)
         return Conversation(turns, transcript)
 
-    def claim(self, name: str) -> Claim:
-        """For whoever writes to it. Raises UsageError when it is open elsewhere."""
-        return Claim(self.path(name))
+    def claim(self, name: str, patience: float = 0.0) -> Claim:
+        """For whoever writes to it. Raises UsageError when it is open elsewhere, also after so many seconds."""
+        return Claim(self.path(name), patience)
 
     def transcript(self, name: str) -> Transcript:
         return Transcript(self.path(name))

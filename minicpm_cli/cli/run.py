@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
@@ -16,6 +17,7 @@ from minicpm_cli.chat.made import Made, Source, settings_of
 from minicpm_cli.chat.reply import Reply
 from minicpm_cli.chat.sessions import Sessions
 from minicpm_cli.cli import completion, reading
+from minicpm_cli.cli.adapter import refuse_another_adapter
 from minicpm_cli.cli.answering import Form, answer, finish
 from minicpm_cli.cli.options import LOAD, LOGPROBS, LOOKUP, MODEL, OUTPUT, SAMPLING, Flags, examples, takes
 from minicpm_cli.cli.prompt_template import PromptTemplate
@@ -27,6 +29,7 @@ from minicpm_cli.settings import DEFAULT, Layer, Settings
 from minicpm_cli.settings_table import PROFILE
 from minicpm_cli.types import Message, Request, SamplingParams
 
+_PATIENCE = 0.3  # seconds for another run to write its few lines
 SESSION = "run"  # a run that is not continued begins this session anew
 _EXAMPLES = examples(
     'minicpm run "How many days are in a week?"',
@@ -107,6 +110,7 @@ def run(
     found = TemplateFolder.of_user().find(template) if template is not None else None
     before = _before(flags) if go_on else Before()
     settings = _one_seat(invocation.configure(flags, before.layer, found.layer if found else None))
+    refuse_another_adapter(before.turns, settings)
     _say_model(invocation, settings, before)
     source = reading.Source(invocation.terminal, stdin_bytes(), code)
     asked = _with_flags(_asked(source, prompt or [], file or [], found), system, prefill, form)
@@ -159,7 +163,8 @@ def _before(flags: Flags) -> Before:
     name = sessions.latest()
     turns = sessions.open(name).turns
     made = next((turn.made for turn in reversed(turns) if turn.made), None)
-    layer = Layer(f"session {name}", {"model": made.source.model}) if made else None
+    kept = {key: value for key, value in made.source.load.items() if key == "lora"} if made else {}
+    layer = Layer(f"session {name}", {**kept, "model": made.source.model}) if made else None
     return Before(name, turns, layer, settings.options.model)
 
 
@@ -192,7 +197,8 @@ def _sessions(settings: Settings) -> Sessions:
 
 def _made(llm: LanguageModel, settings: Settings, request: Request, reply: Reply) -> Made:
     """How the answer came about, for whoever goes on with it or wants it again."""
-    source = Source.of(llm.info, settings.options.model)
+    lora = settings.options.lora
+    source = Source.of(llm.info, settings.options.model, {"lora": str(Path(lora).resolve())} if lora else None)
     given = len(request.prefill)
     return Made(source, settings_of(request.params), reply.seed, reply.finish, reply.usage, given=given)
 
@@ -201,16 +207,31 @@ def _store(
     invocation: Invocation, settings: Settings, talk: Conversation, before: Before, question: str, reply: Turn
 ) -> None:
     """For --continue. Where nothing can be kept, the answer was given all the same."""
-    turns = [Turn(Message("user", question)), reply]
-    transcript = _sessions(settings).transcript(before.name)
+    turns, sessions = [Turn(Message("user", question)), reply], _sessions(settings)
     try:
-        if before.turns and talk.turns == before.turns:
-            for turn in turns:  # another program may have added to it meanwhile
-                transcript.append(turn)
-        else:
-            transcript.rewrite([*talk.turns, *turns])
+        with _writable(invocation, sessions, before) as name:
+            transcript = sessions.transcript(name)
+            if name == before.name and before.turns and talk.turns == before.turns:
+                for turn in turns:  # another program may have added to it meanwhile
+                    transcript.append(turn)
+            else:
+                transcript.rewrite([*talk.turns, *turns])
     except FileError as error:
         invocation.terminal.note(f"{error} This conversation cannot be continued.")
+
+
+@contextmanager
+def _writable(invocation: Invocation, sessions: Sessions, before: Before) -> Iterator[str]:
+    """The session to write to: a new one where the usual one is open in a chat, which has its own idea of it."""
+    try:
+        claim, name = sessions.claim(before.name, _PATIENCE), before.name
+    except UsageError:
+        name = sessions.fresh()
+        claim = sessions.claim(name)
+        if before.turns:
+            invocation.terminal.note(f"{before.name} is open in a chat, so the conversation goes on as {name}")
+    with claim:
+        yield name
 
 
 def _show_prompt(invocation: Invocation, settings: Settings, request: Request) -> int:

@@ -238,6 +238,15 @@ def test_save_and_load(make: Make, tmp_path: Path) -> None:
         commands.run(chat, "/load missing")
 
 
+def test_a_session_that_is_open_elsewhere_is_not_saved_over(make: Make) -> None:
+    chat = make()
+    chat.say("Hello")
+    commands.run(chat, "/save other")
+    with chat.sessions.claim("other"), pytest.raises(UsageError, match="'other' is open in another"):
+        commands.run(chat, "/save -f other")
+    commands.run(chat, "/save -f other")
+
+
 def test_a_conversation_is_saved_as_text_to_read(make: Make, tmp_path: Path) -> None:
     chat = make()
     chat.conversation.set_system("brief")

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from fakes import FakeLLM
+from minicpm_cli.chat.sessions import Sessions
 from minicpm_cli.chat.terminal import Terminal
 from minicpm_cli.cli import exit_code, opening
 from minicpm_cli.cli.runtime import Runtime
@@ -239,3 +240,21 @@ def test_the_model_is_closed_in_every_case(cli) -> None:
     broken = FakeLLM(context=1)
     assert cli("run", "hi", llm=broken).code == 2
     assert broken.closed
+
+
+def test_a_conversation_that_is_open_in_a_chat_is_left_alone(cli, home: Path) -> None:
+    cli("run", "first", stdin=b"")
+    sessions = Sessions(home / "data" / "sessions")
+    with sessions.claim("run"):
+        assert cli("run", "second", stdin=b"").err == ""
+        assert [m.content for m in sessions.open("run").messages] == ["first", "You said: first"]
+        new = next(name for name in sessions.names() if name != "run")
+        assert [m.content for m in sessions.open(new).messages] == ["second", "You said: second"]
+        sessions.path(new).unlink()
+        done = cli("run", "-c", "third", stdin=b"")
+    assert (done.code, done.out) == (0, "You said: third\n")
+    name = sessions.latest()
+    assert name != "run"
+    assert f"run is open in a chat, so the conversation goes on as {name}" in done.err
+    assert [m.content for m in sessions.open(name).messages][::2] == ["first", "third"]
+    assert len(sessions.open("run").messages) == 2
