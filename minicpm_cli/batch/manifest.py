@@ -57,7 +57,7 @@ def read_manifest(path: Path) -> Manifest | None:
         raw = json.loads(path.read_bytes())
         if raw["format"] != _FORMAT:
             raise ValueError(f"format {raw['format']!r}, expected {_FORMAT}")
-        return Manifest(**raw)
+        return _of_its_types(Manifest(**raw))
     except FileNotFoundError:
         return None
     except OSError as e:
@@ -66,6 +66,16 @@ def read_manifest(path: Path) -> Manifest | None:
         raise UsageError(
             f"{path} cannot be read as a manifest ({e}). Remove it and give --force to go on, or --overwrite."
         ) from e
+
+
+def _of_its_types(found: Manifest) -> Manifest:
+    """A file that somebody has edited. Raises ValueError."""
+    for name in ("model", "parameters", "input", "files"):
+        if not isinstance(getattr(found, name), dict):
+            raise ValueError(f"{name} is no object")
+    if type(found.seed) is not int or not 0 <= found.seed < 2**64:
+        raise ValueError(f"the seed is {found.seed!r}")
+    return found
 
 
 def new_seed() -> int:

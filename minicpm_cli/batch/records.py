@@ -110,6 +110,8 @@ def parse(line: Line, style: Style, fallback: Kind = "simple") -> Row:
         error = RowError.of(e)
     except RecursionError:
         error = RowError("invalid_json", "the line is nested too deeply")
+    except Exception as e:  # noqa: BLE001 - a fault of ours, or no memory for the line: the others are none the worse
+        error = RowError.of(e)
     return Row(number, id_, named, kind, extra=extra, error=error, size=size)
 
 

@@ -16,7 +16,8 @@ from batch_tools import prompts, rows, run, write_lines
 from minicpm_cli.batch import lines as lines_module
 from minicpm_cli.batch import rows as rows_module
 from minicpm_cli.batch.keys import HashSet
-from minicpm_cli.batch.lines import raw_lines, read_lines
+from minicpm_cli.batch.lines import Line, raw_lines, read_lines
+from minicpm_cli.batch.records import Style, parse
 from minicpm_cli.errors import FileError, UsageError
 
 
@@ -186,3 +187,50 @@ def test_a_private_output_stays_private(tmp_path: Path, out: Path) -> None:
     run(source, out, ordered=True)
     assert [row["id"] for row in rows(out)] == [f"r{i}" for i in range(5)]
     assert stat.S_IMODE(out.stat().st_mode) == 0o600
+
+
+# ---- what stands in lines and manifests -----------------------------------------------------------------------------
+
+_ANY: list[Any] = [None, True, 0, -1, 1.5, "", "x", [], {}, [[]], [None], {"a": 1}, 10**30, "\ud800", {"type": "text"}]
+_NAMES = [
+    *("id", "custom_id", "method", "url", "body", "prompt", "messages", "system", "n", "echo", "logit_bias", "tools"),
+    *("temperature", "top_p", "top_k", "stop", "seed", "logprobs", "top_logprobs", "think", "schema", "regex"),
+    *("response_format", "max_tokens", "max_completion_tokens", "chat_template_kwargs", "tool_choice", "unheard"),
+]
+
+
+@pytest.mark.parametrize("name", _NAMES)
+def test_any_value_under_any_name(name: str) -> None:
+    for value in _ANY:
+        for line in (
+            {"prompt": "a", name: value},
+            {"custom_id": "c", "body": {"messages": [{"role": "user", "content": "x"}]}, name: value},
+            {"custom_id": "c", "body": {"messages": [{"role": "user", "content": "x"}], name: value}},
+            {"custom_id": "c", "url": "/v1/completions", "body": {"prompt": "x", name: value}},
+            {"messages": [{"role": "user", "content": "x", name: value}]},
+            {"messages": [{"role": value, "content": [value, {"type": "text", "text": value}]}]},
+        ):
+            row = parse(Line(1, 0, json.dumps(line).encode()), Style(keep_input=True))
+            assert row.error is None or row.error.code != "internal", (line, row.error)
+
+
+def test_a_fault_of_ours_is_that_row_s(tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def faulty(messages: Any) -> Any:
+        raise KeyError("a fault")
+
+    monkeypatch.setattr("minicpm_cli.batch.records.conversation", faulty)
+    source = write_lines(tmp_path / "in", [{"prompt": "a"}, {"messages": []}, {"prompt": "c"}])
+    done = run(source, out)
+    assert (done.ok, done.errors) == (2, {"internal": 1})
+
+
+@pytest.mark.parametrize("name", ["model", "parameters", "input", "files", "seed", "format"])
+@pytest.mark.parametrize("value", [None, [], "x", -1, 1.5, 10**40, False])
+def test_a_manifest_that_somebody_edited(tmp_path: Path, out: Path, name: str, value: Any) -> None:
+    source = write_lines(tmp_path / "in", prompts(2))
+    run(source, out)
+    path = tmp_path / "out.jsonl.manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {name: value}))
+    with pytest.raises(UsageError):
+        run(source, out, seed=None)
+    assert len(rows(out)) == 2
