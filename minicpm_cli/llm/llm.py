@@ -8,6 +8,7 @@ from array import array
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -28,7 +29,7 @@ from minicpm_cli.model.kv_format import KVFormat
 from minicpm_cli.settings import LoadOptions
 from minicpm_cli.text.detok import TextSink
 from minicpm_cli.text.thinking import think_budget
-from minicpm_cli.types import Event, Request, SamplingParams
+from minicpm_cli.types import Event, FinishReason, Request, SamplingParams
 
 SEED_BITS = 53  # a JSON number holds it exactly
 
@@ -162,11 +163,13 @@ class LLM:
         prompt, params = request if request.ids is not None else self.encoded(request), request.params
         seed = secrets.randbits(SEED_BITS) if params.seed is None else params.seed
         sink = TextSink(self._prompter.tokenizer, params.stop, prompt.channel)
-        mask = think_budget(params, self._prompter.tokenizer, sink)
+        budget = think_budget(params, self._prompter.tokenizer, sink)
+        mask = self._prompter.grammars.mask(params, sink, budget, request.prefill) or budget
         engine_request = EngineRequest(
             request.id, tuple(prompt.ids or ()), params, seed, eos_ids=self._prompter.eos_ids, sink=sink, mask=mask
         )
-        return engine_request, _Running(request.id, sink, seed)
+        follows = partial(self._prompter.grammars.complete, params) if mask is not None and mask is not budget else None
+        return engine_request, _Running(request.id, sink, seed, follows, [request.prefill])
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,15 +185,20 @@ class _Refused:
 
 @dataclass(slots=True)
 class _Running:
-    """One request on its way: token events in, text events out. Log-probabilities go with the text they belong to."""
+    """One request on its way: token events in, text events out. Log-probabilities go with the text they belong to.
+
+    `follows` judges the whole answer, where a schema or regex is asked for; `answer` gathers it.
+    """
 
     id: str
     sink: TextSink
     seed: int
+    follows: Callable[[str], bool] | None = None
+    answer: list[str] = field(default_factory=list)
     _begun: bool = field(default=False)
 
     def events(self, token: TokenEvent) -> Iterator[Event]:
-        if token.finish is None and token.logprob is None:
+        if token.finish is None and token.logprob is None and self.follows is None:
             return (Event(self.id, text, channel) for channel, text in self.sink.take())
         return self._rare(token)
 
@@ -199,6 +207,8 @@ class _Running:
         for channel, text in self.sink.take() if token.finish is None else self.sink.close():
             yield Event(self.id, text, channel, logprobs=logprobs)
             logprobs = ()
+            if channel == "answer":
+                self.answer.append(text)
         if token.finish is not None or logprobs:
             yield Event(
                 self.id,
@@ -208,7 +218,14 @@ class _Running:
                 seed=self.seed,
                 logprobs=logprobs,
                 error=token.error,
+                incomplete=self._incomplete(token.finish),
             )
+
+    def _incomplete(self, finish: FinishReason | None) -> bool:
+        """Cut by the limit, by a stop string, or by a model that ended while it thought."""
+        if self.follows is None or finish not in ("stop", "length"):
+            return False
+        return finish == "length" or not self.follows("".join(self.answer))
 
 
 def _notes(

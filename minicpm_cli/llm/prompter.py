@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 
 from minicpm_cli.errors import RequestError, TemplateError
+from minicpm_cli.grammar.grammars import Grammars
 from minicpm_cli.hub.files import ModelFiles
 from minicpm_cli.llm.checkpoint import Checkpoint
 from minicpm_cli.settings import LoadOptions
@@ -15,8 +17,6 @@ from minicpm_cli.types import Request, SamplingParams
 
 # The tokenizer takes 0.4 s and 100 MB for a million characters: what is hopelessly too long is not given to it.
 _CERTAINLY = 2  # as many characters as this times what the context could hold at the most
-
-_LATER = ("schema", "regex")
 
 
 class Prompter:
@@ -36,6 +36,10 @@ class Prompter:
     def template(self) -> ChatTemplate | None:
         return self._template if isinstance(self._template, ChatTemplate) else None
 
+    @cached_property
+    def grammars(self) -> Grammars:
+        return Grammars(self.tokenizer, self.eos_ids)
+
     @property
     def eos_ids(self) -> frozenset[int]:
         """Every id that ends an answer: those of the config files and the tokenizer's own end tokens."""
@@ -49,9 +53,7 @@ class Prompter:
     def build(self, request: Request) -> Prompt:
         """Raises RequestError or TemplateError."""
         self._refuse_hopeless(request)
-        for name in _LATER:
-            if getattr(request.params, name) is not None:
-                raise RequestError("bad_parameter", f"{name} is not supported in this version; leave it out")
+        self.grammars.check(request.params)
         if isinstance(request.messages, str):
             return raw_prompt(self.tokenizer, request.messages + request.prefill)
         if isinstance(self._template, TemplateError):
