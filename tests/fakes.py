@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from minicpm_cli.errors import ContextOverflow, MinicpmError
-from minicpm_cli.llm.info import LLMInfo, Speculated, Totals
+from minicpm_cli.llm.info import LLMInfo, Occupancy, Speculated, Totals
 from minicpm_cli.types import Event, FinishReason, Message, Request, SamplingParams, Timings, Usage
 
 _WORD = re.compile(r"\s*\S+|\s+")
@@ -59,6 +59,8 @@ class FakeLLM:
     speculated: Speculated = field(default_factory=Speculated)
     totals: Totals = field(default_factory=Totals)
     gpu_peak_bytes: int | None = None
+    cancelled: list[str] = field(default_factory=list)
+    running: int = 0
 
     @property
     def info(self) -> LLMInfo:
@@ -67,6 +69,19 @@ class FakeLLM:
     def encoded(self, request: Request) -> Request:
         """Equal words are equal tokens, so that prompts share prefixes as their texts do."""
         return replace(request, ids=[zlib.crc32(word.encode()) for word in words(rendered(request))])
+
+    @property
+    def occupancy(self) -> Occupancy:
+        return Occupancy(running=self.running)
+
+    def cancel(self, request_id: str) -> None:
+        self.cancelled.append(request_id)
+
+    def plain_ids(self, text: str) -> list[int]:
+        return list(range(len(words(text))))
+
+    def token_bytes(self, ident: int) -> bytes:
+        return f"<{ident}>".encode()
 
     def prompt(self, request: Request) -> list[int]:
         return list(range(len(words(rendered(request)))))
@@ -88,13 +103,19 @@ class FakeLLM:
                         break
                     self.seen.append(request)
                     running[request.id] = self._events(request)
+                for ident in [ident for ident in self.cancelled if ident in running]:
+                    del running[ident]
+                    yield Event(ident, finish="cancelled", usage=Usage(0, 0), timings=Timings())
+                self.running = len(running)
                 for ident, events in list(running.items()):
                     event = next(events)
                     if event.finish is not None:
                         del running[ident]
                     self._count(event)
                     yield event
+                self.running = len(running)
         finally:
+            self.running = 0
             self.aborted += running
             if hasattr(source, "close"):
                 source.close()

@@ -7,9 +7,19 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-Text = Annotated[str, StringConstraints()]
+
+def _unicode(text: str) -> str:
+    """JSON allows half a surrogate pair, tokenizers do not."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"half a surrogate pair at character {error.start + 1}") from None
+    return text
+
+
+Text = Annotated[str, AfterValidator(_unicode)]
 MAX_CHOICES = 128
 _SEED = 2**63 - 1
 _COUNT = 2**31 - 1
@@ -34,14 +44,14 @@ class TextPart(Loose):
 
 
 class FunctionOfCall(Loose):
-    name: str
-    arguments: str = "{}"
+    name: Text
+    arguments: Text = "{}"
 
 
 class CallMade(Loose):
     """A call in the history of a conversation."""
 
-    id: str
+    id: Text
     type: Literal["function"] = "function"
     function: FunctionOfCall
 
@@ -49,9 +59,9 @@ class CallMade(Loose):
 class ChatMessage(Loose):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text | list[TextPart] | None = None
-    reasoning_content: str | None = None
+    reasoning_content: Text | None = None
     tool_calls: list[CallMade] | None = None
-    tool_call_id: str | None = None
+    tool_call_id: Text | None = None
 
 
 # ---- calls --------------------------------------------------------------------------------------------------------
@@ -62,10 +72,10 @@ class StreamOptions(Loose):
 
 
 class JsonSchema(Loose):
-    name: str | None = None
-    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    name: Text | None = None
+    schema_: Annotated[dict[Text, Any] | None, Field(alias="schema")] = None
     strict: bool | None = None
-    description: str | None = None
+    description: Text | None = None
 
 
 class ResponseFormat(Loose):
@@ -80,7 +90,7 @@ class TemplateOptions(Strict):
 class Sampling(Strict):
     """The fields that both calls share."""
 
-    model: str | None = None
+    model: Text | None = None
     max_tokens: Annotated[int, Field(ge=1, le=_COUNT)] | None = None
     temperature: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
@@ -91,23 +101,23 @@ class Sampling(Strict):
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     seed: Annotated[int, Field(ge=-_SEED - 1, le=_SEED)] | None = None
     stop: (
-        Annotated[str, Field(min_length=1)]
-        | Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=64)]
+        Annotated[Text, Field(min_length=1)]
+        | Annotated[list[Annotated[Text, Field(min_length=1)]], Field(max_length=64)]
         | None
     ) = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    regex: str | None = None
-    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
+    regex: Text | None = None
+    logit_bias: Annotated[dict[Text, float], Field(max_length=0)] | None = None
     # They change nothing here.
-    user: str | None = None
-    metadata: dict[str, Any] | None = None
+    user: Text | None = None
+    metadata: dict[Text, Any] | None = None
     store: bool | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
+    service_tier: Text | None = None
+    safety_identifier: Text | None = None
+    prompt_cache_key: Text | None = None
+    prompt_cache_retention: Text | None = None
 
 
 class ChatRequest(Sampling):
@@ -118,8 +128,8 @@ class ChatRequest(Sampling):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    tools: list[dict[Text, Any]] | None = None
+    tool_choice: Literal["none", "auto", "required"] | dict[Text, Any] | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: TemplateOptions | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
@@ -134,18 +144,18 @@ Ids = Annotated[list[Annotated[int, Field(ge=0, le=_COUNT)]], Field(min_length=1
 class CompletionRequest(Sampling):
     """POST /v1/completions: a prompt without a template, as text or as tokens, or several of them."""
 
-    prompt: str | Ids | Annotated[list[str], Field(min_length=1)] | Annotated[list[Ids], Field(min_length=1)]
+    prompt: Text | Ids | Annotated[list[Text], Field(min_length=1)] | Annotated[list[Ids], Field(min_length=1)]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    suffix: Annotated[str, Field(max_length=0)] | None = None
+    suffix: Annotated[Text, Field(max_length=0)] | None = None
 
 
 class TokenizeRequest(Strict):
     """POST /tokenize: either a text or a conversation, as the model would read it."""
 
-    model: str | None = None
-    prompt: str | None = None
+    model: Text | None = None
+    prompt: Text | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
     add_special_tokens: bool = True
     return_token_strs: bool = False
@@ -154,7 +164,7 @@ class TokenizeRequest(Strict):
 class DetokenizeRequest(Strict):
     """POST /detokenize."""
 
-    model: str | None = None
+    model: Text | None = None
     tokens: list[Annotated[int, Field(ge=0, le=_COUNT)]]
 
 

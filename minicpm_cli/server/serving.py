@@ -25,15 +25,17 @@ _TICKS = 10  # a second
 
 def bind(host: str, port: int) -> socket.socket:
     """The address is taken before the model is loaded. Raises UsageError."""
+    sock = None
     try:
-        family, kind, proto, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, proto, _, address = found[0]
         sock = socket.socket(family, kind, proto)
         if sys.platform != "win32":
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
     except OSError as error:
+        if sock is not None:
+            sock.close()
         advice = "Another program listens there; --port 0 takes a free one." if error.errno == errno.EADDRINUSE else ""
         raise UsageError(f"cannot serve at {host} port {port}: {error.strerror or error}. {advice}".rstrip()) from None
     return sock
