@@ -109,6 +109,11 @@ def visible_devices() -> str | None:
     return os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
+def variables() -> MutableMapping[str, str]:
+    """All of them, for what changes how a library reads its own."""
+    return os.environ
+
+
 def editor() -> str | None:
     """The command line of the user's editor."""
     return os.environ.get("VISUAL") or os.environ.get("EDITOR") or None

@@ -15,9 +15,11 @@ import typer
 
 from minicpm_cli.chat.terminal import Terminal
 from minicpm_cli.cli import completion
+from minicpm_cli.cli.assignments import as_two_words
 from minicpm_cli.cli.program import program
 from minicpm_cli.cli.runtime import Invocation, Runtime
 from minicpm_cli.errors import FileError, Interrupted, MinicpmError
+from minicpm_cli.settings import variables
 
 # ClickException, which typer brings along but does not name
 _CLICK_ERROR = cast(type[Exception], typer.BadParameter.__mro__[2])
@@ -53,8 +55,10 @@ def exit_code(argv: Sequence[str], runtime: Runtime) -> int:
 def _invoke(argv: list[str], invocation: Invocation) -> int:
     if argv[0] in (completion.INSTALL, completion.SHOW) and len(argv) <= 2:  # typer's own take no name of a shell
         return _completion(*argv, terminal=invocation.terminal)
+    command = typer.main.get_command(app)
     try:
-        result = typer.main.get_command(app).main(args=argv, prog_name="minicpm", standalone_mode=False, obj=invocation)
+        with as_two_words(variables()):
+            result = command.main(args=argv, prog_name="minicpm", standalone_mode=False, obj=invocation)
     except typer.Abort:
         raise KeyboardInterrupt from None
     except SystemExit as leaving:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pexpect
 import pytest
 
+from minicpm_cli.cli.assignments import rejoined
 from minicpm_cli.cli.options import LOAD, LOGPROBS, LOOKUP, MODEL, OUTPUT, SAMPLING
 from minicpm_cli.hub.catalog import CATALOG
 from minicpm_cli.settings_table import ENTRIES
@@ -167,12 +168,49 @@ def bash(cli, shell_home: Path) -> Iterator[pexpect.spawn]:
         ("minicpm run -m minicpm5-2", "minicpm run -m minicpm5-2b "),
         ("minicpm run --tempe", "minicpm run --temperature "),
         ("minicpm run 'a b' --dtype b", "minicpm run 'a b' --dtype bf16 "),
+        ("minicpm run --dtype=b", "minicpm run --dtype=bf16 "),
+        ("minicpm run --kv-dtype=f", "minicpm run --kv-dtype=fp8 "),
+        ("minicpm config set --profile=fast temp", "minicpm config set --profile=fast temperature "),
         ("minicpm run -f no", "minicpm run -f notes.txt "),
     ],
 )
 def test_bash_completes(bash: pexpect.spawn, typed: str, completed: str) -> None:
     bash.send(typed + "\t")
     bash.expect_exact(completed)
+
+
+@pytest.mark.parametrize(
+    ("words", "at", "joined"),
+    [
+        (["m", "run", "--dtype", "=", "b"], 4, (["m", "run", "--dtype", "b"], 3)),
+        (["m", "run", "--dtype", "="], 3, (["m", "run", "--dtype", ""], 3)),
+        (["m", "--a", "=", "1", "--b", "=", "2"], 6, (["m", "--a", "1", "--b", "2"], 4)),
+        (["m", "run", "="], 2, (["m", "run", "="], 2)),
+    ],
+)
+def test_an_option_and_its_value_are_two_words(words: list[str], at: int, joined: tuple[list[str], int]) -> None:
+    assert rejoined(words, at) == joined
+
+
+@pytest.fixture
+def line_offered(cli, monkeypatch):
+    def offered(shell: str, line: str) -> str:
+        with monkeypatch.context() as patch:
+            patch.setenv("_MINICPM_COMPLETE", f"complete_{shell}")
+            patch.setenv("_TYPER_COMPLETE_FISH_ACTION", "get-args")
+            patch.setenv("_TYPER_COMPLETE_ARGS", line)
+            return cli().out
+
+    return offered
+
+
+def test_values_behind_an_equals_sign(line_offered) -> None:
+    assert line_offered("fish", "minicpm run --dtype=").split() == [
+        f"--dtype={t}" for t in ("auto", "bf16", "fp16", "fp32")
+    ]
+    assert line_offered("fish", "minicpm run --kv-dtype=f").split() == ["--kv-dtype=fp8"]
+    assert line_offered("fish", "minicpm run --kv-dtype f").split() == ["fp8"]
+    assert line_offered("zsh", "minicpm run --kv-dtype=f") == "compset -P '*='; _arguments '*: :((\"fp8\"))'\n"
 
 
 def test_fish_completes(cli, shell_home: Path) -> None:
@@ -184,6 +222,8 @@ def test_fish_completes(cli, shell_home: Path) -> None:
     command = [fish, "-c", f"source {script}; complete -C 'minicpm run -m minicpm3'"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[0] == "minicpm3-4b\topenbmb/MiniCPM3-4B"
+    command[-1] = command[-1].replace("-m minicpm3", "--dtype=b")
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "--dtype=bf16\n"
 
 
 def test_completing_is_quick() -> None:
