@@ -16,6 +16,7 @@ from minicpm_cli.disk import sync_folder
 from minicpm_cli.errors import FileError, UsageError
 
 STREAM = "-"
+_STREAMS: Mapping[str, int] = {"/dev/stdout": 1, "/dev/stderr": 2}  # opened by name they would be emptied
 
 
 def failed(action: str, path: Path | str, error: OSError) -> FileError:
@@ -67,13 +68,14 @@ def forget_aside(path: Path) -> None:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Whoever holds a link to the file sees the new one; a pipe or a device is written to. Raises FileError."""
+    """Links to the file lead to the new one; a pipe, a device and our own streams are written to. Raises FileError."""
     text = json.dumps(content, indent=2, allow_nan=False).encode("ascii") + b"\n"
     try:
         place = path.resolve()
-        if not place.exists() or place.is_file():
+        ours = _STREAMS.get(str(path))
+        if ours is None and (not place.exists() or place.is_file()):
             return replace_file(place, lambda f: void(f.write(text)))
-        with open(path, "wb", buffering=0) as f:
+        with open(path if ours is None else ours, "wb", buffering=0, closefd=ours is None) as f:
             f.write(text)
     except (OSError, RuntimeError) as e:  # RuntimeError: links in a circle
         raise failed("write", path, e if isinstance(e, OSError) else OSError(errno.ELOOP, str(e))) from e

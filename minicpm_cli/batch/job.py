@@ -87,6 +87,8 @@ def _stream_job(options: BatchOptions, stack: ExitStack) -> Job:
     source, scan = _open_source(options, stack)
     seed = options.given_seed if options.given_seed is not None else new_seed()
     if options.output == STREAM:
+        if sys.stdout is None:
+            raise UsageError("There is no standard output to write to. Give a file.")
         output = StreamOutput(sys.stdout.buffer, "standard output", owned=False)
     else:
         output = StreamOutput(_opened(options.output, "wb"), options.output, owned=True)

@@ -37,7 +37,7 @@ class Progress(Protocol):
 def choose_progress(wanted: bool, stream: TextIO | None = None, *, plain: bool = False) -> Progress:
     """`plain`: no bar, be it that the user wants none or that rows go to the same terminal."""
     stream = sys.stderr if stream is None else stream
-    if not wanted:
+    if not wanted or stream is None:
         return Quiet()
     if plain or not stream.isatty():
         return Lines(stream)

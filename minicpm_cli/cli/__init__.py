@@ -21,6 +21,7 @@ def main(argv: Sequence[str] | None = None, runtime: Runtime | None = None) -> N
     heard = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # else the user has it ignored
     if heard:
         signal.signal(signal.SIGINT, _leave)
+    _fill_closed_streams()
     from minicpm_cli.cli.runtime import Runtime
     from minicpm_cli.settings import calm_waiting
 
@@ -44,6 +45,13 @@ def exit_code(argv: Sequence[str], runtime: Runtime, *, heard: bool = False) -> 
     if heard:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     return process.exit_code(argv, runtime)
+
+
+def _fill_closed_streams() -> None:
+    """Else a file of ours takes the number of a stream that the caller has closed, and libraries' words go there."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(descriptor)
 
 
 def _leave(number: int = 0, frame: FrameType | None = None) -> NoReturn:

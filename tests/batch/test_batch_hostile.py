@@ -6,6 +6,8 @@ import io
 import json
 import os
 import stat
+import subprocess
+import sys
 from array import array
 from pathlib import Path
 from typing import Any
@@ -234,3 +236,28 @@ def test_a_manifest_that_somebody_edited(tmp_path: Path, out: Path, name: str, v
     with pytest.raises(UsageError):
         run(source, out, seed=None)
     assert len(rows(out)) == 2
+
+
+# ---- streams that are not there -------------------------------------------------------------------------------------
+
+
+def _closed(command: str, *paths: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["sh", "-c", command, "sh", sys.executable, *map(str, paths)], capture_output=True, text=True, timeout=60
+    )
+
+
+def test_closed_streams(tmp_path: Path, out: Path) -> None:
+    """No model is needed for rows that are all bad."""
+    source = write_lines(tmp_path / "in", [b"bad"])
+    assert _closed('"$1" -m minicpm_cli batch "$2" "$3" 2>&-', source, out).returncode == 1
+    assert len(rows(out)) == 1
+    done = _closed('"$1" -m minicpm_cli batch "$2" - >&-', source)
+    assert (done.returncode, "no standard output" in done.stderr) == (2, True)
+    done = _closed(
+        '(echo before; "$1" -m minicpm_cli batch "$2" "$3" -q --summary /dev/stdout) > "$4"; cat "$4"',
+        source,
+        out,
+        tmp_path / "log",
+    )
+    assert done.stdout.startswith("before\n{")
