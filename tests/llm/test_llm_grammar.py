@@ -96,18 +96,19 @@ def test_preempted_answers_go_on_where_they_were(load) -> None:
 
 
 def test_a_grammar_that_allows_everything_changes_nothing(load) -> None:
-    """Where the free answer is text at all: random weights also write control tokens and halves of characters."""
+    """Where the free answer is text at all: random weights write whatever token there is."""
     llm, compared = load(), 0
-    control = llm._prompter.tokenizer.control_ids
-    for n in range(40):
-        request = Request("a", f"hello {n} the", SamplingParams(max_tokens=4, temperature=0.0, logprobs=0))
+    known = llm._prompter.tokenizer
+    text = set(range(known.vocab_size)) - known.control_ids
+    for n in range(60):
+        request = Request("a", f"hello {n} the", SamplingParams(max_tokens=3, temperature=0.0, logprobs=0))
         events = list(llm.stream([request]))
         free = "".join(event.text for event in events)
-        if free.isascii() and not control & {each.token for event in events for each in event.logprobs}:
+        if free.isascii() and text >= {each.token for event in events for each in event.logprobs}:
             params = replace(request.params, regex="(?s).*")
             assert answered(llm, [replace(request, params=params)])["a"][0] == free
             compared += 1
-    assert compared > 3
+    assert compared > 5
 
 
 def test_an_answer_that_is_cut_is_incomplete(load) -> None:
