@@ -243,7 +243,11 @@ def test_a_manifest_that_somebody_edited(tmp_path: Path, out: Path, name: str, v
 
 def _closed(command: str, *paths: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        ["sh", "-c", command, "sh", sys.executable, *map(str, paths)], capture_output=True, text=True, timeout=60
+        ["sh", "-c", command, "sh", sys.executable, *map(str, paths)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
 
 
