@@ -19,12 +19,24 @@ MinicpmError
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class MinicpmError(Exception):
     """Base of all errors with a message for the user: what happened, why, and what to do."""
 
     exit_code = 3
     code = "internal"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Other processes get it whole, whatever its class is made from."""
+        return _restored, (type(self), self.args, self.__dict__)
+
+
+def _restored(kind: type[MinicpmError], args: tuple[Any, ...], state: dict[str, Any]) -> MinicpmError:
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(state)
+    return error
 
 
 class UsageError(MinicpmError):

@@ -9,8 +9,10 @@ from typing import Annotated, Any
 
 import typer
 
+from minicpm_cli.cli.fleet import devices, fleet
 from minicpm_cli.cli.options import LOAD, LOGPROBS, LOOKUP, MODEL, OUTPUT, SAMPLING, Flags, examples, takes
 from minicpm_cli.cli.runtime import Invocation
+from minicpm_cli.llm.info import LanguageModel
 from minicpm_cli.settings import Settings
 
 _EXAMPLES = examples(
@@ -44,6 +46,10 @@ def batch(
     force: Annotated[bool, typer.Option("--force", help="Go on although model, parameters or input changed.")] = False,
     shard: Annotated[str | None, typer.Option(help="Only part i of n of the lines.", metavar="i/n")] = None,
     summary: Annotated[str | None, typer.Option(help="Write the final counts as JSON.", metavar="FILE")] = None,
+    gpus: Annotated[int | None, typer.Option(help="An engine for each of the first N GPUs.", metavar="N")] = None,
+    workers: Annotated[
+        int | None, typer.Option(help="With --device cpu: so many engines, which share the cores.", metavar="N")
+    ] = None,
     flags: Flags,
 ) -> int:
     """Answer every line of IN in OUT. Run the same command again to go on after an interruption."""
@@ -70,8 +76,14 @@ def batch(
         progress=not settings.quiet,
         plain=settings.plain,
     )
+    places = devices(settings.options, gpus, workers)
     with ExitStack() as stack:  # the model is opened by the first row that needs it
-        done = run_batch(lambda: stack.enter_context(invocation.model(settings)), options)
+
+        def opened() -> LanguageModel:
+            model = fleet(invocation, settings, places) if places else invocation.model(settings)
+            return stack.enter_context(model)
+
+        done = run_batch(opened, options)
     for line in done.lines():
         invocation.terminal.note(line)
     return done.exit_code

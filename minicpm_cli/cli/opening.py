@@ -23,7 +23,7 @@ def open_llm(settings: Settings, terminal: Terminal) -> LanguageModel:
 
     warm_up(settings.options.device)
     with ProgressLine(terminal) as progress:
-        files = _files(settings, progress)
+        files = files_of(settings, progress)
         progress("loading " + files.name, 0, None)
         with heard_interrupts(), without_collector():
             from minicpm_cli.llm.prompter import Prompter
@@ -51,7 +51,7 @@ def open_prompts(settings: Settings, terminal: Terminal) -> Prompts:
     """Tokenizer, template and config; no weights are read."""
     _say_demo(settings, terminal)
     with ProgressLine(terminal) as progress:
-        files = _files(settings, progress)
+        files = files_of(settings, progress)
     from minicpm_cli.llm.prompter import Prompter
 
     return Prompter.open(settings.options, files)
@@ -62,7 +62,8 @@ def _say_demo(settings: Settings, terminal: Terminal) -> None:
         terminal.note(DEMO)
 
 
-def _files(settings: Settings, progress: ProgressLine) -> ModelFiles:
+def files_of(settings: Settings, progress: ProgressLine) -> ModelFiles:
+    """Fetched where they are missing."""
     from minicpm_cli.hub import resolve
 
     files = resolve(settings.options.model, settings, progress)

@@ -1,0 +1,214 @@
+"""The fleet: a language model whose requests are answered by whichever worker has room.
+
+Every worker holds as many requests as it has seats, and a few more, so that it never waits for the next. Requests with
+the beginning of an earlier one go to the worker that has that beginning in its cache, while it is not much busier than
+the others. What ran on a worker that dies is begun again on another: draws depend on a request alone, so its answer is
+the same.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from queue import Empty, SimpleQueue
+
+from minicpm_cli.errors import DeviceError, MinicpmError
+from minicpm_cli.fleet.link import Link
+from minicpm_cli.fleet.messages import Ask, Begun, Failed, Finished, FromWorker, Ready, Stop
+from minicpm_cli.llm.info import LLMInfo, Speculated, Totals
+from minicpm_cli.llm.prompter import Prompter
+from minicpm_cli.types import Event, Request, SamplingParams
+
+_AHEAD = 8  # one in so many seats is asked for ahead
+_BEGINNING = 256  # tokens that decide where a request goes
+_BEGINNINGS = 4096  # that are remembered
+_TRIES = 3  # workers that a request may see die
+_SECONDS = 0.02  # between looks for new requests
+
+
+@dataclass(slots=True)
+class _Worker:
+    link: Link
+    info: LLMInfo | None = None
+    open: dict[str, Request] = field(default_factory=dict)
+    totals: Totals = field(default_factory=Totals)
+    gpu_peak_bytes: int | None = None
+    alive: bool = True
+
+    @property
+    def room(self) -> int:
+        if not self.alive or self.info is None:
+            return 0
+        seats = self.info.max_seqs
+        return seats + max(seats // _AHEAD, 2) - len(self.open)
+
+
+class Fleet:
+    """See `minicpm_cli.llm.info.LanguageModel`. `notify` is told in words that a worker is gone."""
+
+    def __init__(
+        self, prompter: Prompter, links: Sequence[Link], notify: Callable[[str], None] = lambda _: None
+    ) -> None:
+        self._prompter, self._notify = prompter, notify
+        self._inbox: SimpleQueue[tuple[int, FromWorker | None]] = SimpleQueue()
+        self._workers = [_Worker(link) for link in links]
+        self._places: OrderedDict[int, int] = OrderedDict()  # where a beginning was seen last
+        self._tries: dict[str, int] = {}
+        self._epoch = 0
+        self.defaults: SamplingParams = prompter.defaults
+        self.speculated = Speculated()
+        for number, worker in enumerate(self._workers):
+            worker.link.begin(lambda message, number=number: self._inbox.put((number, message)))  # type: ignore[misc]
+        try:
+            self._load()
+        except BaseException:
+            self.close()
+            raise
+
+    def _load(self) -> None:
+        """Until each worker has its model. Raises what one of them met."""
+        while any(worker.info is None for worker in self._workers):
+            number, message = self._inbox.get()
+            if isinstance(message, Ready):
+                self._workers[number].info = message.info
+            elif isinstance(message, Failed):
+                raise message.error
+            elif message is None:
+                raise DeviceError(f"worker {number + 1} of {len(self._workers)} ended while it loaded the model.")
+
+    @property
+    def info(self) -> LLMInfo:
+        """The sizes are those of all workers together."""
+        known = [worker.info for worker in self._workers if worker.info is not None]
+        return replace(
+            known[0],
+            device=", ".join(info.device for info in known),
+            max_seqs=sum(info.max_seqs for info in known),
+            weight_bytes=sum(info.weight_bytes for info in known),
+            cache_bytes=sum(info.cache_bytes for info in known),
+            cache_tokens=sum(info.cache_tokens for info in known),
+            load_seconds=max(info.load_seconds for info in known),
+        )
+
+    @property
+    def totals(self) -> Totals:
+        """Of answers that are finished."""
+        every = [worker.totals for worker in self._workers]
+        return Totals(
+            sum(totals.prompt_tokens for totals in every),
+            sum(totals.cached_tokens for totals in every),
+            sum(totals.generated_tokens for totals in every),
+        )
+
+    @property
+    def gpu_peak_bytes(self) -> int | None:
+        """Of the worker that took most."""
+        return max((worker.gpu_peak_bytes for worker in self._workers if worker.gpu_peak_bytes), default=None)
+
+    def encoded(self, request: Request) -> Request:
+        prompt = self._prompter.build(request)
+        return replace(request, ids=array("I", prompt.ids), channel=prompt.channel)
+
+    def prompt(self, request: Request) -> list[int]:
+        return self._prompter.prompt(request)
+
+    def pieces(self, ids: Sequence[int]) -> list[tuple[int, str]]:
+        return self._prompter.pieces(ids)
+
+    def forget(self) -> None:
+        raise NotImplementedError("a fleet keeps what its workers have read")
+
+    def close(self) -> None:
+        for worker in self._workers:
+            worker.link.close()
+
+    def stream(self, requests: Iterable[Request | None]) -> Generator[Event]:
+        self._epoch += 1
+        source, more = iter(requests), True
+        try:
+            while more or self._open:
+                more = more and self._ask(source)
+                yield from self._told()
+        finally:
+            for worker in self._workers:
+                if worker.open:
+                    worker.link.send(Stop())
+                    worker.open.clear()
+            self._tries.clear()
+
+    @property
+    def _open(self) -> bool:
+        return any(worker.open for worker in self._workers)
+
+    def _ask(self, source: Iterator[Request | None]) -> bool:
+        """Hands requests out while there is room; False when there are no more."""
+        while any(worker.room > 0 for worker in self._workers):
+            try:
+                request = next(source)
+            except StopIteration:
+                return False
+            if request is None:
+                return True
+            self._hand(request)
+        return True
+
+    def _hand(self, request: Request) -> None:
+        number = self._place(request)
+        worker = self._workers[number]
+        worker.open[request.id] = request
+        worker.link.send(Ask(self._epoch, request))
+
+    def _place(self, request: Request) -> int:
+        """The worker that knows the beginning, unless another has far more room."""
+        rooms = [worker.room if worker.alive else -(10**9) for worker in self._workers]
+        free = rooms.index(max(rooms))
+        beginning = hash(tuple((request.ids or ())[:_BEGINNING]))
+        known = self._places.pop(beginning, free)
+        if rooms[known] <= 0 or rooms[free] > 2 * rooms[known]:
+            known = free
+        self._places[beginning] = known
+        if len(self._places) > _BEGINNINGS:
+            self._places.popitem(last=False)
+        return known
+
+    def _told(self) -> Iterator[Event]:
+        """What the workers said, after a short wait."""
+        try:
+            number, message = self._inbox.get(timeout=_SECONDS)
+            while True:
+                yield from self._heard(number, message)
+                number, message = self._inbox.get_nowait()
+        except Empty:
+            return
+
+    def _heard(self, number: int, message: FromWorker | None) -> Iterator[Event]:
+        worker = self._workers[number]
+        if isinstance(message, Begun) and message.epoch == self._epoch:
+            yield Event(message.id)
+        elif isinstance(message, Finished):
+            worker.totals, worker.gpu_peak_bytes = message.totals, message.gpu_peak_bytes
+            if message.epoch == self._epoch and worker.open.pop(message.id, None) is not None:
+                yield from message.events
+        elif isinstance(message, Failed):
+            self._notify(f"a worker failed: {message.error}")
+        elif message is None and worker.alive:
+            yield from self._lost(number)
+
+    def _lost(self, number: int) -> Iterator[Event]:
+        """Its requests go to the others, each of them until it has seen too many die."""
+        worker = self._workers[number]
+        worker.alive = False
+        left, worker.open = list(worker.open.values()), {}
+        alive = sum(other.alive for other in self._workers)
+        if not alive:
+            raise DeviceError("all workers have ended. What they had finished is kept; run the same command again.")
+        self._notify(f"a worker has ended; its {len(left)} requests go to the other {alive}")
+        for request in left:
+            self._tries[request.id] = self._tries.get(request.id, 0) + 1
+            if self._tries[request.id] < _TRIES:
+                self._hand(request)
+            else:
+                error = MinicpmError(f"{_TRIES} workers ended while they worked on this request.")
+                yield Event(request.id, finish="error", error=error)

@@ -1,0 +1,146 @@
+"""A worker: one engine in a process of its own, asked through a connection. `python -m minicpm_cli.fleet.worker FD`.
+
+It ends when the other side is gone. A Ctrl-C is the other side's business.
+"""
+
+from __future__ import annotations
+
+import pickle
+import signal
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from dataclasses import replace
+from multiprocessing.connection import Connection
+
+from minicpm_cli.errors import MinicpmError
+from minicpm_cli.fleet.messages import Ask, Begun, Failed, Finished, FromWorker, Order, Ready
+from minicpm_cli.llm.info import LanguageModel
+from minicpm_cli.types import Event, Request
+
+
+class Inbox:
+    """Reads all that comes at once: what waits here is the worker's, and the sender is free."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._asked: deque[Ask] = deque()
+        self._changed = threading.Condition()
+        self.stopped = self.ended = False
+        threading.Thread(target=self._read, name="fleet-inbox", daemon=True).start()
+
+    def begin(self) -> None:
+        """What was stopped is behind us."""
+        with self._changed:
+            self.stopped = False
+
+    def wait(self) -> bool:
+        """Until there is something to do; False: the other side is gone."""
+        with self._changed:
+            while not (self._asked or self.ended):
+                self._changed.wait()
+            return not self.ended
+
+    def take(self) -> Ask | None:
+        with self._changed:
+            return self._asked.popleft() if self._asked and not self.stopped else None
+
+    def _read(self) -> None:
+        while True:
+            try:
+                message = self._connection.recv()
+            except (EOFError, OSError):
+                message = None
+            with self._changed:
+                if isinstance(message, Ask):
+                    self._asked.append(message)
+                else:
+                    self._asked.clear()
+                    self.stopped, self.ended = True, self.ended or message is None
+                self._changed.notify_all()
+            if message is None:
+                return
+
+
+def serve(llm: LanguageModel, connection: Connection) -> None:
+    """Until the other side is gone."""
+    inbox = Inbox(connection)
+    connection.send(Ready(llm.info))
+    while inbox.wait():
+        inbox.begin()
+        asked = _Asked(inbox)
+        with closing(llm.stream(asked.requests())) as events:
+            for event in events:
+                if inbox.stopped:
+                    break
+                for message in asked.messages(llm, event):
+                    connection.send(message)
+
+
+class _Asked:
+    """The requests of one stream, and what became of them."""
+
+    def __init__(self, inbox: Inbox) -> None:
+        self._inbox = inbox
+        self._open: dict[str, tuple[int, list[Event]]] = {}  # epoch, events so far
+
+    def requests(self) -> Iterator[Request | None]:
+        while not self._inbox.stopped:
+            ask = self._inbox.take()
+            if ask is None and not self._open:
+                return  # the worker waits; an engine would look again every millisecond
+            if ask is not None:
+                self._open[ask.request.id] = ask.epoch, []
+            yield None if ask is None else ask.request
+
+    def messages(self, llm: LanguageModel, event: Event) -> Iterator[FromWorker]:
+        epoch, before = self._open[event.id]
+        if not before:
+            yield Begun(epoch, event.id)
+        add(before, event)
+        if event.finish is not None:
+            del self._open[event.id]
+            yield Finished(epoch, event.id, tuple(before), llm.totals, llm.gpu_peak_bytes)
+
+
+def add(events: list[Event], event: Event) -> None:
+    """Joins pieces of one text."""
+    last = events[-1] if events else None
+    if last is None or event.finish or event.tool_call or last.tool_call or last.channel != event.channel:
+        events.append(sendable(event))
+    else:
+        events[-1] = replace(last, text=last.text + event.text, logprobs=last.logprobs + event.logprobs)
+
+
+def sendable(event: Event) -> Event:
+    """Not every library's error can be."""
+    if event.error is None or isinstance(event.error, MinicpmError):
+        return event
+    try:
+        pickle.loads(pickle.dumps(event.error))
+    except Exception:  # noqa: BLE001 - whatever it is that its class does
+        return replace(event, error=MinicpmError(f"{type(event.error).__name__}: {event.error}"))
+    return event
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    connection = Connection(int(sys.argv[1]))
+    order: Order = connection.recv()
+    try:
+        from minicpm_cli.llm.llm import LLM
+
+        llm = LLM.open(order.options, order.files, threads=order.threads, cache=order.cache)
+        with closing(llm):
+            serve(llm, connection)
+    except (BrokenPipeError, ConnectionResetError):
+        pass
+    except Exception as error:  # noqa: BLE001 - told to whoever can say it
+        with suppress(OSError):
+            connection.send(Failed(error if isinstance(error, MinicpmError) else MinicpmError(repr(error))))
+
+
+if __name__ == "__main__":
+    main()
