@@ -12,8 +12,8 @@ from minicpm_cli.chat.attach import path_of, quoted, read_text
 from minicpm_cli.chat.chat import Chat
 from minicpm_cli.chat.claim import Claim
 from minicpm_cli.chat.clipboard import copy as to_clipboard
+from minicpm_cli.chat.code_block import last_code_block
 from minicpm_cli.chat.conversation import Messages
-from minicpm_cli.chat.markdown import last_code_block
 from minicpm_cli.chat.overflow import without
 from minicpm_cli.chat.sessions import SUFFIX, Transcript
 from minicpm_cli.errors import ContextOverflow, FileError, UsageError

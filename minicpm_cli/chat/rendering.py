@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from functools import cache
 from typing import TYPE_CHECKING
 
+from rich.cells import set_cell_size
 from rich.segment import ControlType, Segment
 from rich.syntax import Syntax
 from rich.text import Text
@@ -14,6 +15,7 @@ from minicpm_cli.chat.inline import inline
 from minicpm_cli.chat.pieces import Code, Piece, Prose, Rule, Table
 from minicpm_cli.chat.rows import Rows
 from minicpm_cli.chat.tables import Columns
+from minicpm_cli.chat.terminal import neutral
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -68,6 +70,9 @@ class Page:
             self._gap(code, True)
             self._before = ""
         margin = Text(_bars(code.quotes) + " " * code.indent + _CODE_MARGIN)
+        if code.opens and code.language:
+            room = max(1, self.rows.width - len(margin))
+            self.rows.line(Text.assemble(margin, (set_cell_size(neutral(code.language), room).rstrip(), "dim")))
         for line in self._highlighted(code).split("\n", include_separator=True):
             if line.plain != "\n" and not self.rows.column:
                 self.rows.code(margin)

@@ -8,7 +8,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import Any, TextIO
 
-from minicpm_cli.chat.markdown import last_code_block
+from minicpm_cli.chat.code_block import last_code_block
 from minicpm_cli.chat.reply import Reply
 from minicpm_cli.chat.terminal import Terminal
 from minicpm_cli.chat.view import PlainView
@@ -57,12 +57,14 @@ def finish(reply: Reply, terminal: Terminal, form: Form) -> int:
         count = reply.usage.completion_tokens if reply.usage else 0
         where = "while the model was still thinking " if reply.thought and not reply.text else ""
         terminal.note(f"the answer was cut {where}at {count} tokens; -n N allows more, as far as --ctx does")
+    if reply.incomplete:
+        terminal.note("the answer is not whole: it ended before it was what the schema or regex asks for")
     terminal.detail(reply.summary())
     if form.extract and last_code_block(reply.text) is None:
         terminal.line("minicpm: there is no fenced code block in the answer:")
         terminal.line(reply.text)
         return 1
-    return 0
+    return int(reply.incomplete)
 
 
 def record(llm: LanguageModel, request: Request, reply: Reply) -> dict[str, Any]:
@@ -89,7 +91,9 @@ def record(llm: LanguageModel, request: Request, reply: Reply) -> dict[str, Any]
             "prefill_tokens_per_second": round(timings.prefill_rate(usage), 2),
             "decode_tokens_per_second": round(timings.decode_rate(usage), 2),
         },
-    } | ({"logprobs": logprobs} if logprobs else {})
+        **({"incomplete": True} if reply.incomplete else {}),
+        **({"logprobs": logprobs} if logprobs else {}),
+    }
 
 
 def reader_gone(stream: TextIO) -> bool:

@@ -85,7 +85,7 @@ def test_the_whole_screen_of_an_answer(run: Start) -> None:
     child = run("-q", rows=14, columns=36)
     ask(child, "wide")
     ask(child, "code")
-    assert child.logfile_read.screen[:12] == [
+    assert child.logfile_read.screen[:13] == [
         "> wide",
         "你好，世界！这是一个很长的句子，看看",
         "它在哪里换行。",
@@ -95,6 +95,7 @@ def test_the_whole_screen_of_an_answer(run: Start) -> None:
         "> code",
         "Here:",
         "",
+        "  python",
         "  print(1)",
         "",
         "Done.",

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from minicpm_cli.chat.code_block import last_code_block
 from minicpm_cli.chat.inline import REACH, chunks, inline
-from minicpm_cli.chat.markdown import Blocks, last_code_block
+from minicpm_cli.chat.markdown import Blocks
 from minicpm_cli.chat.pieces import Code, Piece, Prose, Rule, Table, joined
 
 TEXT = """# Title #

@@ -228,7 +228,32 @@ def test_control_characters_are_shown(text: str, shown: str) -> None:
 def test_lists_keep_their_shape() -> None:
     text = "1. One:\n\n   ```sh\n   ls\n\n   pwd\n   ```\n\n2. Two\n    - sub\n\n      more\n10. Ten\n\nEnd"
     rows = [row for row in at_once(text).split("\n") if row]
-    assert rows == [" 1. One:", "     ls", "     pwd", " 2. Two", "     • sub", "       more", " 10. Ten", "End"]
+    assert rows == [
+        " 1. One:",
+        "     sh",
+        "     ls",
+        "     pwd",
+        " 2. Two",
+        "     • sub",
+        "       more",
+        " 10. Ten",
+        "End",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fence", "shown"),
+    [
+        ("```rust", "rust"),
+        ("```", None),
+        ("~~~ c++ x", "c++"),
+        ("```" + "a" * 99, "a" * 38),
+        ("```p\x1b[2Jy", "p␛[2Jy"),
+    ],
+)
+def test_code_says_its_language(fence: str, shown: str | None) -> None:
+    rows = at_once(f"{fence}\nx = 1\n{fence[:3]}", 24, 40).split("\n")
+    assert rows == [*([f"  {shown}"] if shown else []), "  x = 1"]
 
 
 def test_drawing_takes_a_fifth_of_the_time_where_the_terminal_is_slow() -> None:
