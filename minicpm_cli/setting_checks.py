@@ -5,6 +5,7 @@ Strings are read as what they spell, since environment variables have nothing el
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -112,10 +113,26 @@ def profile(value: Any) -> str | None:
     return None if value == "none" else value
 
 
+def schema(value: Any) -> str:
+    """JSON text as it is; of a file what it holds."""
+    if isinstance(value, dict):  # a table of the config file
+        return json.dumps(value)
+    written = text(value).strip()
+    if written.startswith(("{", "[", '"')) or written in ("true", "false", "null"):
+        return written
+    try:
+        return Path(written).expanduser().read_text(encoding="utf-8-sig")
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no text in UTF-8"
+        raise ValueError(f'JSON such as {{"type": "object"}}, or a file that holds it ({why})') from None
+
+
 def sampling(name: str) -> Callable[[Any], Any]:
     def check(value: Any) -> Any:
         if name == "think":
             value = switch(value)
+        elif name == "schema":
+            value = schema(value)
         elif name not in ("stop", "schema", "regex"):
             value = _number(value)
         return check_sampling({name: value})[name]

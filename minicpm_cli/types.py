@@ -93,8 +93,13 @@ class SamplingParams:
     regex: str | None = None
 
     def checked(self, given: Mapping[str, Any]) -> SamplingParams:
-        """These parameters with `given` laid over them. Raises RequestError(bad_parameter)."""
-        return replace(self, **check_sampling(given))
+        """These parameters with `given` laid over them. Raises RequestError(bad_parameter).
+
+        A schema takes the place of a regex, and a regex that of a schema.
+        """
+        over = check_sampling(given)
+        under = replace(self, schema=None, regex=None) if over.keys() & {"schema", "regex"} else self
+        return replace(under, **over)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ done is refused by name; what cannot change it is ignored.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,7 +20,7 @@ _PASSED = frozenset(
         *("stop", "seed", "max_tokens", "think", "think_budget", "regex"),
     )
 )
-_HANDLED = frozenset(("max_completion_tokens", "logprobs", "top_logprobs", "chat_template_kwargs"))
+_HANDLED = frozenset(("max_completion_tokens", "logprobs", "top_logprobs", "chat_template_kwargs", "response_format"))
 _IGNORED = frozenset(
     (
         *("messages", "prompt", "model", "user", "metadata", "store", "stream", "stream_options", "service_tier"),
@@ -36,7 +37,6 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
     "functions": ([],),
     "tool_choice": ("none", "auto"),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
 }
 
@@ -84,7 +84,7 @@ def _parameters(body: Mapping[str, Any], *, completion: bool) -> dict[str, Any]:
     passed = {name: value for name, value in given.items() if name in _PASSED}
     if "max_completion_tokens" in given:
         passed["max_tokens"] = given["max_completion_tokens"]
-    return passed | _logprobs(given, completion=completion) | _thinking(given)
+    return passed | _logprobs(given, completion=completion) | _thinking(given) | _form(given.get("response_format"))
 
 
 def _allowed(name: str, value: Any) -> None:
@@ -109,3 +109,19 @@ def _thinking(given: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(extra, dict) or set(extra) - {"enable_thinking"}:
         raise RequestError("bad_parameter", "body.chat_template_kwargs: only enable_thinking is supported")
     return {"think": extra["enable_thinking"]} if "enable_thinking" in extra else {}
+
+
+def _form(form: Any) -> dict[str, Any]:
+    """What body.response_format says, as a JSON schema."""
+    kind = form.get("type") if isinstance(form, dict) else form
+    if form is None or kind == "text":
+        return {}
+    if kind == "json_object":
+        return {"schema": json.dumps({"type": "object"})}
+    if kind != "json_schema":
+        raise RequestError("bad_parameter", "body.response_format.type must be text, json_object or json_schema")
+    named = form.get("json_schema")
+    schema = named.get("schema") if isinstance(named, dict) else None
+    if not isinstance(schema, dict):
+        raise RequestError("schema_invalid", "body.response_format.json_schema.schema must be a JSON schema, an object")
+    return {"schema": json.dumps(schema)}

@@ -28,6 +28,7 @@ CODES = (
     "bad_parameter",
     "context_overflow",
     "schema_invalid",
+    "schema_incomplete",
     "internal",
 )
 

@@ -22,7 +22,7 @@ from minicpm_cli.batch.records import Row
 from minicpm_cli.batch.rows import PendingRows
 from minicpm_cli.batch.summary import BatchSummary, Counts, Host
 from minicpm_cli.batch.window import Ready, prefix_chain
-from minicpm_cli.errors import Interrupted, MinicpmError
+from minicpm_cli.errors import Interrupted, MinicpmError, RequestError
 from minicpm_cli.llm import LanguageModel
 from minicpm_cli.types import Event, Request, SamplingParams
 from minicpm_cli.units import size
@@ -213,6 +213,9 @@ class _Run:
         if event.error is not None or event.finish == "error":
             del self._open[event.id]
             self._fail(open_.row.failed(event.error or MinicpmError("the engine gave no reason")))
+        elif event.incomplete:
+            del self._open[event.id]
+            self._fail(open_.row.failed(_incomplete(open_.answer)))
         elif event.finish in ("stop", "length"):
             del self._open[event.id]
             self._out.leave(open_.row.line, answer_row(open_.row, open_.answer, model, open_.seed))
@@ -223,3 +226,12 @@ class _Run:
     def _fail(self, row: Row) -> None:
         self._out.leave(row.line, error_row(row))
         self.counts.errors[row.error.code if row.error else "internal"] += 1
+
+
+def _incomplete(answer: Answer) -> RequestError:
+    count, cut = answer.usage.completion_tokens, answer.finish == "length"
+    how = f"was cut at {count} tokens" if cut else f"ended after {count} tokens"
+    told = "Raise max_tokens, or ask for less." if cut else "Leave out its stop strings."
+    return RequestError(
+        "schema_incomplete", f"the answer {how}, before it was what its schema or regex asks for. {told}"
+    )

@@ -203,6 +203,8 @@ class Chat:
             self.terminal.note("the model adds nothing")
         if reply.cut:
             self.terminal.note(self._cut(reply, order))
+        if reply.incomplete:
+            self.terminal.note("the reply is not whole: it ended before it was what the schema or regex asks for")
         self.terminal.detail(reply.summary())
 
     def _cut(self, reply: Reply, order: Order) -> str:

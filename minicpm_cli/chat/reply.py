@@ -23,6 +23,7 @@ class Reply:
     usage: Usage | None = None
     timings: Timings | None = None
     seed: int | None = None
+    incomplete: bool = False
     logprobs: list[Logprob] = field(default_factory=list)
     _text: list[str] = field(default_factory=list)
     _thought: list[str] = field(default_factory=list)
@@ -38,6 +39,7 @@ class Reply:
             self.logprobs += event.logprobs
             if event.finish is not None:
                 self.finish, self.usage, self.timings = event.finish, event.usage, event.timings
+                self.incomplete = event.incomplete
             self.seed = event.seed if event.seed is not None else self.seed
             yield event
             if self.on_loop == "stop" and event.finish is None:

@@ -11,12 +11,15 @@ from minicpm_cli.chat.loops import ON_LOOP
 from minicpm_cli.chat.overflow import OVERFLOWS
 from minicpm_cli.chat.view import PlainView
 from minicpm_cli.errors import UsageError
+from minicpm_cli.grammar.source import check
 from minicpm_cli.settings_table import ENTRIES
+from minicpm_cli.types import SamplingParams
 
 _SWITCHES = ("plain", "verbose")  # of the terminal
 _OWN: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {"overflow": OVERFLOWS, "loops": ON_LOOP, **dict.fromkeys(_SWITCHES, ("on", "off"))}
 )
+_RIVALS = ("schema", "regex")  # one takes the place of the other
 _FOLDED: Mapping[str, bool] = MappingProxyType({"show": False, "hide": True})
 _THINK: Mapping[str, bool | None] = MappingProxyType({"on": True, "off": False, "default": None})
 
@@ -44,6 +47,10 @@ def _change(chat: Chat, name: str, text: str) -> None:
         _change_own(chat, name, text)
     elif text == "default":
         chat.given.pop(name, None)
+    elif name in _RIVALS:
+        chosen = {name: given.value(name, text, "/set")}
+        check(SamplingParams(**chosen))
+        chat.given = {**{n: v for n, v in chat.given.items() if n not in _RIVALS}, **chosen}
     else:
         chat.given[name] = given.value(name, text, "/set")
 

@@ -87,6 +87,8 @@ SAMPLING = (
     _option("max_tokens", int, "At most this many new tokens.", "-n", "--max-tokens", metavar="N"),
     _option("stop", list[str], "End the answer before this text; repeatable.", "--stop", metavar="STR"),
     _option("think", bool, "Whether the model thinks before it answers.", "--think/--no-think"),
+    _option("schema", str, "The answer is JSON of this schema.", "--schema", metavar="FILE|JSON"),
+    _option("regex", str, "The answer matches this, from its beginning to its end.", "--regex", metavar="RE"),
     _option("think_budget", int, "At most this many tokens of thinking.", "--think-budget", metavar="N"),
 )
 LOGPROBS = (_option("logprobs", int, "Log-probabilities of the N likeliest tokens.", "--logprobs", metavar="N"),)
@@ -129,7 +131,7 @@ def examples(*lines: str) -> str:
 EXIT_CODES = MappingProxyType(
     {
         0: "ok",
-        1: "some rows failed, --extract found nothing, or --replay another answer",
+        1: "some rows failed, --extract found nothing, --schema no end, or --replay another answer",
         2: "usage: a flag, a setting or a prompt that cannot work",
         3: "the model or a file",
         4: "memory or GPU",

@@ -11,9 +11,10 @@ from typing import Any, BinaryIO, TextIO
 
 from minicpm_cli.chat.terminal import Terminal
 from minicpm_cli.cli import opening
-from minicpm_cli.errors import UsageError
+from minicpm_cli.errors import RequestError, UsageError
 from minicpm_cli.llm.info import LanguageModel, Prompts
 from minicpm_cli.settings import Layer, Settings
+from minicpm_cli.types import SamplingParams
 
 ACCEPTED = "--trust-remote-code is not needed: no code of a checkpoint is ever run"
 
@@ -50,6 +51,7 @@ class Invocation:
             quiet=settings.quiet,
             verbose=settings.verbose,
         )
+        check_grammar(settings)
         for note in (*settings.notes, *([ACCEPTED] if habit else ())):
             self.terminal.note(note)
         return settings
@@ -68,6 +70,19 @@ class Invocation:
     def verbose(self, argv: Sequence[str]) -> bool:
         """Also before the settings are known."""
         return self.terminal.verbose or "-v" in argv or "--verbose" in argv
+
+
+def check_grammar(settings: Settings) -> None:
+    """Before anything is loaded. Raises UsageError that names where the schema or regex comes from."""
+    asked = [name for name in ("schema", "regex") if name in settings.sampling]
+    if not asked:
+        return
+    from minicpm_cli.grammar.source import check
+
+    try:
+        check(SamplingParams().checked(settings.sampling))
+    except RequestError as error:
+        raise UsageError(f"{' and '.join(settings.origin(name) for name in asked)}: {error}") from None
 
 
 def stdin_bytes() -> BinaryIO | None:
