@@ -85,16 +85,11 @@ def _names(llm: LanguageModel, settings: Settings) -> list[str]:
 
 
 def _serve(invocation: Invocation, service: Service, sock: socket.socket) -> int:
-    from minicpm_cli.server.serving import Serving, address_of, log_to_stderr
+    from minicpm_cli.server.serving import Serving, log_to_stderr
 
     terminal = invocation.terminal
     if terminal.verbose:
         log_to_stderr()
-    info = service.llm.info
-    terminal.note(
-        f"{service.names[0]} is served at {address_of(sock)}/v1: {info.max_seqs} requests at once, "
-        f"{info.context:,} tokens of context. Ctrl-C stops."
-    )
     serving = Serving(service, terminal.note, log=terminal.verbose)
     serving.go(sock)
     if serving.cut:

@@ -67,10 +67,12 @@ class Serving(uvicorn.Server):
             )
         )
         self._service, self._say = service, say
+        self._address = ""
         self.cut = False  # requests were left unfinished
 
     def go(self, sock: socket.socket) -> None:
         """Returns when all is done. Raises MinicpmError if the engine has failed for good."""
+        self._address = address_of(sock)
         before = sys.getswitchinterval()
         sys.setswitchinterval(_TURN_SECONDS)
         try:
@@ -81,6 +83,14 @@ class Serving(uvicorn.Server):
             raise MinicpmError(
                 "the engine failed several times in a row; its errors are above. Start the server again."
             )
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        info = self._service.llm.info
+        self._say(
+            f"{self._service.names[0]} is served at {self._address}/v1: {info.max_seqs} requests at once, "
+            f"{info.context:,} tokens of context. Ctrl-C stops."
+        )
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """uvicorn would stop listening at once, and new clients would find nobody to tell them why."""

@@ -191,7 +191,7 @@ def test_a_signal_lets_running_requests_finish_and_refuses_new_ones(serve, sent)
     server.thread.join(10)
     assert not server.thread.is_alive()
     assert not server.serving.cut
-    assert "finishing 1 requests" in server.said[0]
+    assert "finishing 1 requests" in server.said[1]
 
 
 @pytest.mark.parametrize("stream", [False, True])
