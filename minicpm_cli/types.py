@@ -162,7 +162,8 @@ class Event:
 
     An event with `tool_call` has no text. `finish` is "tool_calls" where the answer called, "malformed_tool_call"
     where something that began as a call was none and came as text. `error` is set when the request failed; the others
-    go on. `incomplete`: the answer was cut before it was what its schema or regex asks for.
+    go on. `incomplete`: the answer was cut before it was what its schema or regex asks for;
+    `thought_out`: the budget for thinking ended it.
     """
 
     id: str
@@ -176,6 +177,7 @@ class Event:
     error: Exception | None = None
     tool_call: ToolCallDelta | None = None
     incomplete: bool = False
+    thought_out: bool = False
 
 
 class TokenSink(Protocol):

@@ -138,7 +138,8 @@ class FakeLLM:
         if error is not None:
             yield Event(request.id, finish="error", error=error)
             return
-        pieces = [("think", word) for word in words(self.thought(request))]
+        thought, budget = words(self.thought(request)), request.params.think_budget
+        pieces = [("think", word) for word in thought[:budget]]
         pieces += [("answer", word) for word in words(self.answer(request))]
         limit = request.params.max_tokens or self.context
         text = ""
@@ -153,7 +154,9 @@ class FakeLLM:
         finish: FinishReason = "length" if len(pieces) > limit else "stop"
         usage = Usage(len(self.prompt(request)), count, 0)
         seed = request.params.seed if request.params.seed is not None else 1234
-        yield Event(request.id, finish=finish, usage=usage, timings=Timings(0.0, 0.5, 1.0), seed=seed)
+        ended = budget is not None and len(thought) > budget > 0
+        times = Timings(0.0, 0.5, 1.0)
+        yield Event(request.id, finish=finish, usage=usage, timings=times, seed=seed, thought_out=ended)
 
     def _overflow(self, request: Request) -> MinicpmError | None:
         prompt, wanted = len(self.prompt(request)), request.params.max_tokens or 1

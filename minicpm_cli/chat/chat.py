@@ -203,6 +203,11 @@ class Chat:
             self.terminal.note("the model adds nothing")
         if reply.cut:
             self.terminal.note(self._cut(reply, order))
+        if reply.thought_out:
+            self.terminal.note(
+                f"thinking was ended at think_budget ({order.params.think_budget}); "
+                "/retry think_budget=N lets it think longer"
+            )
         if reply.incomplete:
             self.terminal.note("the reply is not whole: it ended before it was what the schema or regex asks for")
         self.terminal.detail(reply.summary())

@@ -24,6 +24,7 @@ class Reply:
     timings: Timings | None = None
     seed: int | None = None
     incomplete: bool = False
+    thought_out: bool = False  # whether the budget ended its thinking
     logprobs: list[Logprob] = field(default_factory=list)
     _text: list[str] = field(default_factory=list)
     _thought: list[str] = field(default_factory=list)
@@ -39,7 +40,7 @@ class Reply:
             self.logprobs += event.logprobs
             if event.finish is not None:
                 self.finish, self.usage, self.timings = event.finish, event.usage, event.timings
-                self.incomplete = event.incomplete
+                self.incomplete, self.thought_out = event.incomplete, event.thought_out
             self.seed = event.seed if event.seed is not None else self.seed
             yield event
             if self.on_loop == "stop" and event.finish is None:

@@ -57,6 +57,8 @@ def finish(reply: Reply, terminal: Terminal, form: Form) -> int:
         count = reply.usage.completion_tokens if reply.usage else 0
         where = "while the model was still thinking " if reply.thought and not reply.text else ""
         terminal.note(f"the answer was cut {where}at {count} tokens; -n N allows more, as far as --ctx does")
+    if reply.thought_out:
+        terminal.note("the budget for thinking was used up, so the answer may be hasty; --think-budget N allows more")
     if reply.incomplete:
         terminal.note("the answer is not whole: it ended before it was what the schema or regex asks for")
     terminal.detail(reply.summary())
@@ -92,6 +94,7 @@ def record(llm: LanguageModel, request: Request, reply: Reply) -> dict[str, Any]
             "decode_tokens_per_second": round(timings.decode_rate(usage), 2),
         },
         **({"incomplete": True} if reply.incomplete else {}),
+        **({"think_budget_spent": True} if reply.thought_out else {}),
         **({"logprobs": logprobs} if logprobs else {}),
     }
 

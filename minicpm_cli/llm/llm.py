@@ -28,7 +28,7 @@ from minicpm_cli.model.config import ModelConfig
 from minicpm_cli.model.kv_format import KVFormat
 from minicpm_cli.settings import LoadOptions
 from minicpm_cli.text.detok import TextSink
-from minicpm_cli.text.thinking import think_budget
+from minicpm_cli.text.thinking import ThinkBudget, think_budget
 from minicpm_cli.types import Event, FinishReason, Request, SamplingParams
 
 SEED_BITS = 53  # a JSON number holds it exactly
@@ -169,7 +169,7 @@ class LLM:
             request.id, tuple(prompt.ids or ()), params, seed, eos_ids=self._prompter.eos_ids, sink=sink, mask=mask
         )
         follows = partial(self._prompter.grammars.complete, params) if mask is not None and mask is not budget else None
-        return engine_request, _Running(request.id, sink, seed, follows, [request.prefill])
+        return engine_request, _Running(request.id, sink, seed, follows, [request.prefill], budget)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +195,7 @@ class _Running:
     seed: int
     follows: Callable[[str], bool] | None = None
     answer: list[str] = field(default_factory=list)
+    budget: ThinkBudget | None = None
     _begun: bool = field(default=False)
 
     def events(self, token: TokenEvent) -> Iterator[Event]:
@@ -219,6 +220,7 @@ class _Running:
                 logprobs=logprobs,
                 error=token.error,
                 incomplete=self._incomplete(token.finish),
+                thought_out=self.budget is not None and self.budget.spent,
             )
 
     def _incomplete(self, finish: FinishReason | None) -> bool:

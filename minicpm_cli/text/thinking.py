@@ -30,6 +30,7 @@ class ThinkBudget:
     """A TokenMask. The tags themselves do not count; thinking that begins again has what is left of the budget."""
 
     def __init__(self, budget: int, closing: list[int], sink: TextSink) -> None:
+        self.spent = False  # whether thoughts were ended by it
         self._left, self._closing, self._sink = budget, closing, sink
         self._thinking = sink.thinking
         self._place = 0  # in the closing tokens; 0 where the model is free
@@ -55,6 +56,7 @@ class ThinkBudget:
             return None
         self._left -= thought and self._thinking
         self._forced = self._thinking and self._left <= 0
+        self.spent = self.spent or (self._forced and thought)
         return None
 
 

@@ -356,3 +356,9 @@ def test_neutral_text_moves_no_cursor() -> None:
     assert neutral("a\tb\n") == "a\tb\n"
     assert neutral("\x1b[2J\r\x08\x7f\x9b\u202e") == "␛[2J␍␈␡<U+009B><U+202E>"
     assert neutral("你好 👨‍👩‍👧") == "你好 👨‍👩‍👧"
+
+
+def test_a_budget_that_ended_the_thinking_is_said(make: Make) -> None:
+    chat = make(FakeLLM(thought=lambda request: "one two three four"))
+    chat.say("Hi", {"think_budget": 2})
+    assert "thinking was ended at think_budget (2); /retry think_budget=N" in told(chat)

@@ -258,3 +258,13 @@ def test_a_conversation_that_is_open_in_a_chat_is_left_alone(cli, home: Path) ->
     assert f"run is open in a chat, so the conversation goes on as {name}" in done.err
     assert [m.content for m in sessions.open(name).messages][::2] == ["first", "third"]
     assert len(sessions.open("run").messages) == 2
+
+
+def test_a_budget_that_ended_the_thinking_is_said(cli) -> None:
+    llm = FakeLLM(thought=lambda request: "one two three four")
+    done = cli("run", "--think-budget", "2", "Hi", stdin=b"", llm=llm)
+    assert "the budget for thinking was used up" in done.err
+    assert json.loads(cli("run", "--json", "--think-budget", "2", "Hi", stdin=b"", llm=llm).out)["think_budget_spent"]
+    done = cli("run", "--json", "--think-budget", "9", "Hi", stdin=b"", llm=llm)
+    assert "used up" not in done.err
+    assert "think_budget_spent" not in json.loads(done.out)

@@ -101,3 +101,16 @@ def test_half_a_character_is_not_lost() -> None:
     thought, answer, _ = asked(TAGGED, 4, ids(TAGGED, "<think>", "你好", "x"))
     assert thought == "你\ufffd", "the budget counts tokens, and the fourth begins a character"
     assert answer.endswith("x")
+
+
+@pytest.mark.parametrize(("budget", "thought", "spent"), [(3, "abcdef", True), (9, "abc", False), (0, "abc", False)])
+def test_it_tells_whether_thoughts_were_cut(budget: int, thought: str, spent: bool) -> None:
+    """A budget of 0 cuts none: there are to be none."""
+    sink = TextSink(TAGGED)  # type: ignore[arg-type]
+    mask = think_budget(SamplingParams(think_budget=budget), TAGGED, sink)  # type: ignore[arg-type]
+    assert mask is not None
+    for token in [TAGGED.control_text["<think>"], *thought.encode()]:
+        if not mask.forced:
+            sink.push(token)
+            mask.accept(token)
+    assert mask.spent is spent
