@@ -8,7 +8,7 @@ those that end together; so the text does not depend on how it was cut into toke
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import groupby
 from operator import itemgetter
 
@@ -25,7 +25,7 @@ class TextSink:
 
     `channel_start` is where the prompt left off: "think" when it ends inside an opened think block. A think block that
     the model opens itself is seen at the very start of its answer, or anywhere when the tag is a control token. Other
-    control tokens are hidden unless `show_control`.
+    control tokens are hidden unless `show_control`, or where `shown` names their text, as tool calls need it.
     """
 
     def __init__(
@@ -36,10 +36,11 @@ class TextSink:
         think_tags: ThinkTags = THINK_TAGS,
         *,
         show_control: bool = False,
+        shown: Collection[str] = (),
     ) -> None:
         self._piece, self._control = tokenizer.piece, tokenizer.control_ids
-        self._show_control = show_control
         ids = tokenizer.control_text
+        self._shown = self._control if show_control else frozenset(ids[tag] for tag in shown if tag in ids)
         self._open_ids = {ids[tag] for tag, _ in think_tags if tag in ids}
         self._close_ids = {ids[tag] for _, tag in think_tags if tag in ids}
         self._opens = tuple(tag for tag, _ in think_tags)
@@ -93,7 +94,7 @@ class TextSink:
 
     def _push_control(self, token: int) -> bool:
         opens, closes = token in self._open_ids, token in self._close_ids
-        if not (opens or closes or self._show_control):
+        if not (opens or closes or token in self._shown):
             return False
         if self._feed(self._bytes.decode(b"", True)):
             return True

@@ -15,7 +15,8 @@ class Marks:
 
     A mark goes behind every character that begins a control token, so none can be completed, be it by what the
     template writes next, by lower() or by replace(). Whole tags such as <b> that are no control token stay as they
-    are, for templates that look for them. A text that begins with the end of a control token gets a mark before it.
+    are, for templates that look for them. A text that begins with the end of a control token, or is a part of one,
+    gets a mark before it.
     """
 
     def __init__(self, control: Iterable[str]) -> None:
@@ -24,6 +25,7 @@ class Marks:
         firsts = {variant for token in tokens for variant in (token[0], token[0].lower(), token[0].upper())}
         self._first = re.compile("|".join(map(re.escape, sorted(firsts)))) if firsts else None
         self._tails = tuple({token[cut:].lower() for token in tokens for cut in range(1, len(token))})
+        self._insides = "\n".join(token[1:].lower() for token in tokens)
         self._longest = max(map(len, tokens), default=0)
 
     def choose(self, texts: Sequence[str]) -> str:
@@ -36,11 +38,19 @@ class Marks:
 
     def break_up(self, text: str, mark: str) -> str:
         body = text.lstrip()
-        completes = body[: self._longest].lower().startswith(self._tails)
+        start = body[: self._longest].lower()
+        completes = start.startswith(self._tails) or (0 < len(body) < self._longest and start.rstrip() in self._insides)
         spaces = text[: len(text) - len(body)]
         if self._first is not None:
             body = self._first.sub(lambda found: self._broken(body, found, mark), body)
         return f"{spaces}{mark}{body}" if completes else spaces + body
+
+    def break_word(self, text: str, mark: str) -> str:
+        """As `break_up`, for names that a template may write with a capital: theirs comes behind the first letter."""
+        broken = self.break_up(text, mark)
+        if len(text) > 1 and text[0].isalnum() and broken[0] == mark:
+            return broken[1] + mark + broken[2:].removeprefix(mark)
+        return broken
 
     def _broken(self, text: str, found: re.Match[str], mark: str) -> str:
         tag = _SIMPLE_TAG.match(text, found.start())

@@ -1,0 +1,45 @@
+"""Calls as JSON between <tool_call> and </tool_call>: Hermes, Qwen and their neighbours."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from minicpm_cli.text.tool_blocks import Quoted, Tags
+from minicpm_cli.text.tool_values import Malformed, strict_json, typed_arguments
+from minicpm_cli.types import Tool, ToolChoice
+
+
+class Hermes:
+    """{"name": ..., "arguments": {...}}, or a list of them."""
+
+    tags = Tags("<tool_call>", "</tool_call>", {'"': Quoted('"')})
+    shown = ("<tool_call>", "</tool_call>")
+
+    def begins(self, raw: str) -> bool:
+        return True
+
+    def parse(self, raw: str, tools: Mapping[str, Tool]) -> list[tuple[str, str]]:
+        body = raw.removeprefix(self.tags.open).removesuffix(self.tags.close).strip()
+        value = strict_json(body)
+        return [_call(item, tools) for item in (value if isinstance(value, list) else [value])]
+
+    def forced(self, choice: ToolChoice) -> str:
+        return f'<tool_call>\n{{"name": "{choice.name}", "arguments": ' if choice.name else '<tool_call>\n{"name": "'
+
+    def refuses(self, tool: Tool) -> str | None:
+        return None
+
+
+def _call(value: Any, tools: Mapping[str, Tool]) -> tuple[str, str]:
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        raise Malformed("a call is an object with a name")
+    tool = tools.get(value["name"])
+    if tool is None:
+        raise Malformed("no such tool")
+    arguments = value.get("arguments", value.get("parameters", {}))
+    if isinstance(arguments, str):
+        arguments = strict_json(arguments)
+    if not isinstance(arguments, dict):
+        raise Malformed("the arguments are no object")
+    return tool.name, typed_arguments(tool, arguments)

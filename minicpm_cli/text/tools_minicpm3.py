@@ -1,0 +1,123 @@
+"""Calls as Python, as MiniCPM3 and 4 write them: in a fence between <|tool_call_start|> and <|tool_call_end|>.
+
+Nothing is run: the text is taken apart by `ast`, and values are literals. History shows the model its calls with JSON
+values, so true, false and null are understood, too, and a parameter called `from` is written so or as `from_`.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import keyword
+import re
+import tokenize
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from minicpm_cli.text.tool_blocks import Quoted, Tags
+from minicpm_cli.text.tool_values import Malformed, argument_types, typed_arguments
+from minicpm_cli.types import Tool, ToolChoice
+
+_OPEN, _CLOSE = "<|tool_call_start|>", "<|tool_call_end|>"
+_FENCE = re.compile(r"\s*```(?:[a-zA-Z]+(?=\s))?(.*?)(?:```\s*)?", re.DOTALL)
+_JSON_NAMES: Mapping[str, Any] = {"true": True, "false": False, "null": None}
+_QUOTES = {
+    "'''": Quoted("'''"),
+    '"""': Quoted('"""'),
+    "'": Quoted("'", ends_with_line=True),
+    '"': Quoted('"', ends_with_line=True),
+}
+
+
+class MiniCPM3:
+    tags = Tags(_OPEN, _CLOSE, _QUOTES)
+    shown = (_OPEN, _CLOSE)
+
+    def begins(self, raw: str) -> bool:
+        return True
+
+    def parse(self, raw: str, tools: Mapping[str, Tool]) -> list[tuple[str, str]]:
+        body = raw.removeprefix(_OPEN).removesuffix(_CLOSE)
+        fenced = _FENCE.fullmatch(body)
+        calls = _calls(_tree((fenced[1] if fenced else body).strip()))
+        if not calls:
+            raise Malformed("no call")
+        return [_call(call, tools) for call in calls]
+
+    def forced(self, choice: ToolChoice) -> str:
+        return f"{_OPEN}\n```python\n{choice.name or ''}" + ("(" if choice.name else "")
+
+    def refuses(self, tool: Tool) -> str | None:
+        if tool.name.isidentifier() and not keyword.iskeyword(tool.name):
+            return None
+        return f"the model calls tools in Python, where {tool.name!r} can be no name; use letters, digits and _"
+
+
+def _tree(code: str) -> ast.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # "\d" in what a model writes
+        try:
+            return ast.parse(code)
+        except SyntaxError:
+            return ast.parse(_named(code))
+
+
+def _named(code: str) -> str:
+    """`code` with a _ behind the names of arguments that are keywords of Python."""
+    try:
+        tokens = list(tokenize.generate_tokens(io.StringIO(code).readline))
+    except tokenize.TokenError as error:
+        raise Malformed(str(error)) from error
+    lines = code.split("\n")
+    for before, token, after in reversed(list(zip(tokens, tokens[1:], tokens[2:], strict=False))):
+        if keyword.iskeyword(token.string) and after.string == "=" and before.string in ("(", ",", "\n"):
+            row, column = token.end
+            lines[row - 1] = f"{lines[row - 1][:column]}_{lines[row - 1][column:]}"
+    return "\n".join(lines)
+
+
+def _calls(tree: ast.Module) -> list[ast.Call]:
+    found: list[ast.Call] = []
+    for statement in tree.body:
+        value = statement.value if isinstance(statement, ast.Expr) else None
+        items = value.elts if isinstance(value, ast.List | ast.Tuple) else [value]
+        for item in items:
+            if not isinstance(item, ast.Call):
+                raise Malformed("something else than calls")
+            found.append(item)
+    return found
+
+
+def _call(call: ast.Call, tools: Mapping[str, Tool]) -> tuple[str, str]:
+    tool = tools.get(call.func.id) if isinstance(call.func, ast.Name) else None
+    if tool is None:
+        raise Malformed("no such tool")
+    names = list(tool.parameters.get("properties") or ())
+    if len(call.args) > len(names):
+        raise Malformed("more arguments than parameters")
+    given = {name: _value(value, tool, name) for name, value in zip(names, call.args, strict=False)}
+    for argument in call.keywords:
+        name = _parameter(argument.arg, names)
+        if name in given:
+            raise Malformed("a parameter is given twice")
+        given[name] = _value(argument.value, tool, name)
+    return tool.name, typed_arguments(tool, given)
+
+
+def _parameter(name: str | None, names: list[str]) -> str:
+    if name is None:
+        raise Malformed("** in a call")
+    plain = name.removesuffix("_")
+    return plain if name not in names and (plain in names or keyword.iskeyword(plain)) else name
+
+
+def _value(node: ast.expr, tool: Tool, name: str) -> Any:
+    if isinstance(node, ast.Name) and node.id not in _JSON_NAMES and "string" in argument_types(tool, name):
+        return node.id  # the member of an enumeration, without quotes
+    return ast.literal_eval(_JsonNames().visit(node))
+
+
+class _JsonNames(ast.NodeTransformer):
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(_JSON_NAMES[node.id]) if node.id in _JSON_NAMES else node
