@@ -96,10 +96,12 @@ def template(value: Any) -> str:
     return str(path)
 
 
-def directory(value: Any) -> str:
+def directory(value: Any) -> str | None:
+    if value == "none":
+        return None
     path = Path(text(value)).expanduser()
     if not path.is_dir():
-        raise ValueError("a directory that exists")
+        raise ValueError("a directory that exists or none")
     return str(path)
 
 

@@ -51,6 +51,9 @@ class BenchOptions:
                 raise UsageError(f"{flag} is {count}; it must be at least 1")
         if self.requests and "throughput" not in self.workloads:
             raise UsageError("--requests is for the workload throughput; name it too")
+        if self.load.lora is not None and (self.shape is not None or self.against is not None):
+            what = "random weights" if self.shape is not None else f"--against {self.against}"
+            raise UsageError(f"--lora has no place beside {what}; leave one of the two out")
         if self.shape is not None:
             raw_config(self.shape)
         return self
@@ -64,7 +67,7 @@ class BenchOptions:
     def load_flags(self) -> list[str]:
         """What a process of its own must be told to load the model so."""
         load, flags = self.load, ["--device", self.load.device, "--dtype", self.load.dtype]
-        for name in ("quantize", "gptq_format", "ctx", "max_seqs", "max_batch_tokens"):
+        for name in ("quantize", "gptq_format", "ctx", "max_seqs", "max_batch_tokens", "lora"):
             value = getattr(load, name)
             flags += [f"--{name.replace('_', '-')}", str(value)] if value is not None else []
         flags += ["--kv-dtype", load.kv_dtype] if load.kv_dtype != "auto" else []

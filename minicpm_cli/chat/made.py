@@ -15,7 +15,8 @@ _USAGE = tuple(f.name for f in fields(Usage))
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The model as the user named it, and what it was then; `load` holds the load options that were chosen.
+    """The model as the user named it, and what it was then; `load` holds the load options that were chosen, `adapter` a
+    hash of the files of the LoRA adapter that is one of them.
 
     `loaded` is when, in seconds since 1970; 0 is not known. The prefix cache was empty then.
     """
@@ -26,11 +27,12 @@ class Source:
     device: str = ""
     load: Mapping[str, Any] = field(default_factory=dict)
     loaded: int = 0
+    adapter: str = ""
 
     @classmethod
     def of(cls, info: LLMInfo, model: str, load: Mapping[str, Any] | None = None) -> Source:
         """Of a model that was loaded just now."""
-        return cls(model, info.revision, info.scheme, info.device, dict(load or {}), int(time.time()))
+        return cls(model, info.revision, info.scheme, info.device, dict(load or {}), int(time.time()), info.adapter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,7 @@ def record(made: Made) -> dict[str, Any]:
         "scheme": source.scheme,
         "device": source.device,
         "load": dict(source.load),
+        "adapter": source.adapter,
         "loaded": source.loaded,
         "finish": made.finish,
         "usage": {name: getattr(usage, name) for name in _USAGE} if usage else None,
@@ -95,6 +98,7 @@ def read(record: Mapping[str, Any]) -> Made | None:
         _text(get("device")) or "",
         load if isinstance(load, dict) else {},
         _count(get("loaded")),
+        _text(get("adapter")) or "",
     )
     counts = (_count(get("dropped")), _count(get("given")))
     begun = get("begun")

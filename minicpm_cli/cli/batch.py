@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from minicpm_cli.cli.fleet import devices, fleet
+from minicpm_cli.cli.fleet import crew, fleet
 from minicpm_cli.cli.options import LOAD, LOGPROBS, LOOKUP, MODEL, OUTPUT, SAMPLING, Flags, examples, takes
 from minicpm_cli.cli.runtime import Invocation
 from minicpm_cli.llm.info import LanguageModel
@@ -48,7 +48,10 @@ def batch(
     summary: Annotated[str | None, typer.Option(help="Write the final counts as JSON.", metavar="FILE")] = None,
     gpus: Annotated[int | None, typer.Option(help="An engine for each of the first N GPUs.", metavar="N")] = None,
     workers: Annotated[
-        int | None, typer.Option(help="With --device cpu: so many engines, which share the cores.", metavar="N")
+        int | None, typer.Option(help="So many engines: with --ray, or sharing the cores of --device cpu.", metavar="N")
+    ] = None,
+    ray: Annotated[
+        str | None, typer.Option(help="Engines on a Ray cluster: its address, auto, or local.", metavar="ADDRESS")
     ] = None,
     flags: Flags,
 ) -> int:
@@ -76,11 +79,11 @@ def batch(
         progress=not settings.quiet,
         plain=settings.plain,
     )
-    places = devices(settings.options, gpus, workers)
+    several = crew(settings.options, gpus, workers, ray)
     with ExitStack() as stack:  # the model is opened by the first row that needs it
 
         def opened() -> LanguageModel:
-            model = fleet(invocation, settings, places) if places else invocation.model(settings)
+            model = fleet(invocation, settings, several) if several else invocation.model(settings)
             return stack.enter_context(model)
 
         done = run_batch(opened, options)
@@ -91,13 +94,18 @@ def batch(
 
 def _asked_for(settings: Settings) -> dict[str, Any]:
     loaded = asdict(settings.options)
+    if settings.options.lora is not None:
+        loaded["lora"] = str(Path(settings.options.lora).resolve())
     return {name: loaded[name] for name in _ASKED_FOR}
 
 
 def _identity(settings: Settings) -> dict[str, Any]:
-    """Which model and template the names stand for now; nothing is fetched for it."""
+    """Which model, adapter and template the names stand for now; nothing is fetched for it."""
     from minicpm_cli.hub import identify
     from minicpm_cli.hub.identity import written
+    from minicpm_cli.model.lora_files import identity
 
     model, template = identify(settings.options.model, settings), Path(settings.options.chat_template)
+    if model and settings.options.lora is not None:
+        model |= {"lora": identity(Path(settings.options.lora))["sha256"]}
     return model | {"chat_template": written(template)} if model and template.is_file() else model

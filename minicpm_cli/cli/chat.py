@@ -22,6 +22,7 @@ from minicpm_cli.chat.overflow import OVERFLOWS
 from minicpm_cli.chat.replay import replay
 from minicpm_cli.chat.sessions import Sessions, Transcript, beginning
 from minicpm_cli.cli import completion
+from minicpm_cli.cli.adapter import refuse_another_adapter
 from minicpm_cli.cli.options import LOAD, LOOKUP, MODEL, OUTPUT, SAMPLING, Flags, examples, takes
 from minicpm_cli.cli.runtime import Invocation, standard_input, stdin_bytes
 from minicpm_cli.errors import UsageError
@@ -39,6 +40,7 @@ _UNCHOSEN: Mapping[str, Any] = MappingProxyType(
         "gptq_format": "auto",
         "chat_template": "auto",
         "ctx": "auto",
+        "lora": "none",
     }
 )
 _EXAMPLES = examples(
@@ -115,6 +117,7 @@ def _replay(invocation: Invocation, again: str, session: str | None, flags: Flag
     name = session or sessions.fresh()
     source = next((turn.made.source for turn in turns if turn.made), None)
     settings = _with_lookup(invocation.configure(flags, _layer(source, again) if source else None))
+    refuse_another_adapter(turns, settings)
     changed = {
         f.name: settings.sampling[f.name] for f in fields(SamplingParams) if flags.get(f.name) not in (None, [], ())
     }
@@ -155,6 +158,7 @@ def _chat(invocation: Invocation, settings: Settings, sessions: Sessions, name: 
     """The session is claimed and read before the model is loaded."""
     with sessions.claim(name) as claim:
         talk = sessions.open(name)
+        refuse_another_adapter(talk.turns, settings)
         with invocation.model(settings) as llm:
             source = Source.of(llm.info, _lasting(settings.options.model), _chosen(settings))
             one = Chat(llm, invocation.terminal, sessions, talk, name, source=source, claim=claim)

@@ -75,7 +75,7 @@ def evaluate(
         invocation.terminal.note(DEMO)
     with ProgressLine(invocation.terminal) as progress:
         model = _candidate(load.model, load, settings, progress)
-        plain = replace(load, quantize=None, head_bits=16, gptq_format=None, kv_dtype="auto")
+        plain = replace(load, quantize=None, head_bits=16, gptq_format=None, kv_dtype="auto", lora=None)
         reference = _candidate(against, plain, settings, progress) if against is not None else None
         _settle(settings)
         row = measure(model, reference, options, load, progress)

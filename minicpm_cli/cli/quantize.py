@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from minicpm_cli.cli import completion
+from minicpm_cli.cli.adapter import FLAG
 from minicpm_cli.cli.options import LOAD, OUTPUT, Flags, examples, takes
 from minicpm_cli.cli.progress import ProgressLine
 from minicpm_cli.cli.runtime import Invocation
@@ -26,7 +27,7 @@ _EXAMPLES = examples(
     "minicpm quantize minicpm5-1b out --group-size 128 --calib texts.txt --plan",
     "minicpm quantize demo demo-w4 --method rtn --report report.json",
 )
-_DEVICE = tuple(option for option in LOAD if option.name in ("device", "dtype", "threads"))
+_DEVICE = tuple(option for option in LOAD if option.name in ("device", "dtype", "threads", "lora"))
 _MEMORY_EXIT = 4
 
 
@@ -128,8 +129,11 @@ def _job(
 
     with ProgressLine(invocation.terminal) as progress:
         files = resolve(settings.options.model, settings, progress)
+    lora = settings.options.lora if settings.origin("lora") == FLAG else None  # the config file's is for loading
     options = replace(settings.options, quantize=None, head_bits=16, lora=None)  # those are of loading
     prompter = Prompter.open(options, files)
+    if lora is not None:
+        prompter.checkpoint = prompter.checkpoint.with_adapter(Path(lora))
     device, dtype = device_of(options, settings.threads)
     return Job(
         name=files.name or settings.options.model,

@@ -117,27 +117,26 @@ class Checkpoint:
         head, k = self.load.matrix(HEAD, self.cfg.hidden_size), self.cfg.hidden_size
         own = math.ceil(self.cfg.vocab * k * weight_bits(head, k, itemsize, cpu=cpu) / 8) if head else 0
         kept = 0 if cpu and itemsize != 2 else 2 if cpu else 1  # copies of what stays packed; see weight_bits
-        own += self._adapter_bytes(self._header, itemsize, untied=not head)
-        return own + sum(
-            tensor.nbytes * kept if kept and tensor.type in _PACKED else math.prod(tensor.shape) * itemsize
-            for tensor in self._header.tensors.values()
-        )
+        return own + self._gguf_bytes(self._header, itemsize, kept, own_head=head is not None)
 
-    def _adapter_bytes(self, header: GGUFHeader, itemsize: int, *, untied: bool) -> int:
-        """What an adapter adds to a GGUF file's weights: its factors beside packed ones, and what it unpacks."""
-        if self.adapter is None:
-            return 0
-        packed = {
-            name
-            for tensor in header.tensors.values()
-            if tensor.type in _PACKED
-            for name, _ in huggingface_names(tensor.name, tensor.shape[0])
-        }
-        shapes, whole = self.adapter.shapes, packed & self.adapter.unpacked
-        added = sum(math.prod(shapes[name]) for name in whole)
-        if self.adapter.unties and untied and "output.weight" not in header.tensors:
-            added += math.prod(shapes.get(HEAD) or shapes[EMBED])
-        return added * itemsize + self.adapter.beside_bytes((packed - whole).__contains__, itemsize)
+    def _gguf_bytes(self, header: GGUFHeader, itemsize: int, kept: int, *, own_head: bool) -> int:
+        """Of a file's tensors, of which packed ones stay so `kept` times, and of an adapter."""
+        found, beside = 0, set()
+        unpacked = self.adapter.unpacked if self.adapter else frozenset()
+        for tensor in header.tensors.values():
+            names = {name for name, _ in huggingface_names(tensor.name, tensor.shape[0])}
+            packed = tensor.type in _PACKED
+            size = tensor.nbytes * kept if kept and packed else math.prod(tensor.shape) * itemsize
+            plain = math.prod(tensor.shape) * itemsize if names & unpacked else size
+            found += plain
+            beside |= names - unpacked if packed else set()
+            if EMBED in names and self._untied(header) and not own_head:
+                found += math.prod(tensor.shape) * itemsize if HEAD in unpacked else size
+        return found + (self.adapter.beside_bytes(beside.__contains__, itemsize) if self.adapter else 0)
+
+    def _untied(self, header: GGUFHeader) -> bool:
+        """Whether an adapter makes a head of what was only the embedding."""
+        return self.adapter is not None and self.adapter.unties and "output.weight" not in header.tensors
 
     def _plain(self) -> frozenset[str]:
         """Matrices of a quantized folder that are plain in memory."""

@@ -14,7 +14,8 @@ class LLMInfo:
     """Facts about a loaded model: sizes in bytes, `context` and `cache_tokens` in tokens, times in seconds.
 
     `scheme` says how the weights lie in memory (bf16, Q4_1, gptq w4 g128 sym, ...), `template` where the chat template
-    comes from; `notes` are things to tell the user once, `details` only to one who asks for numbers.
+    comes from; `adapter` is a hash of a LoRA adapter's files; `notes` are things to tell the user once, `details` only
+    to one who asks for numbers.
     """
 
     name: str
@@ -31,6 +32,7 @@ class LLMInfo:
     load_seconds: float = 0.0
     template: str = "none"
     template_source: str = ""
+    adapter: str = ""
     notes: tuple[str, ...] = ()
     details: tuple[str, ...] = ()
 

@@ -264,5 +264,6 @@ def _info(prompter: Prompter, files: ModelFiles, opened: Opened, plan: MemoryPla
         load_seconds=seconds,
         template=template.origin if template else "none",
         template_source=template.source if template else "",
+        adapter=checkpoint.adapter.digest if checkpoint.adapter else "",
         details=checkpoint.load.details(checkpoint.cfg),
     )

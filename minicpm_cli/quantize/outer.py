@@ -11,6 +11,7 @@ from torch import Tensor
 
 from minicpm_cli.errors import UsageError, WeightsError
 from minicpm_cli.model.config import ModelConfig
+from minicpm_cli.model.lora import Adapter
 from minicpm_cli.model.shapes import EMBED, HEAD, Shape, tensor_shapes
 from minicpm_cli.quantize.folder import WorkFolder
 from minicpm_cli.quantize.layers import head_layer, packs
@@ -36,9 +37,9 @@ class Outer:
         return all(self.plain[name] is tensor for name, tensor in self.original.items())
 
 
-def read_outer(path: Path, cfg: ModelConfig, recipe: Recipe, work: WorkFolder) -> Outer:
+def read_outer(path: Path, cfg: ModelConfig, recipe: Recipe, work: WorkFolder, adapter: Adapter | None = None) -> Outer:
     """Reads them, and writes their part if it is not there. Raises UsageError for --head-bits on a tied head."""
-    original = read_tensors(path, cfg, outer_shapes(cfg))
+    original = read_tensors(path, cfg, outer_shapes(cfg), adapter)
     tie = _settled(original, cfg)
     check_head(cfg, recipe, tie=tie)
     plain = {name: written(tensor) for name, tensor in original.items()}

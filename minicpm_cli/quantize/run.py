@@ -15,6 +15,7 @@ from minicpm_cli.errors import FileError, OutOfMemory
 from minicpm_cli.hub.files import sha256
 from minicpm_cli.llm.prompter import Prompter
 from minicpm_cli.model.config import ModelConfig
+from minicpm_cli.model.lora import Adapter
 from minicpm_cli.model.shapes import tensor_shapes
 from minicpm_cli.quantize import companions, output, schema
 from minicpm_cli.quantize.calibration import SELF, Amount, amount, check_amount, from_file
@@ -67,6 +68,11 @@ class Job:
         return self.prompter.checkpoint.cfg
 
     @property
+    def adapter(self) -> Adapter | None:
+        """Merged into what is read, before anything is quantized."""
+        return self.prompter.checkpoint.adapter
+
+    @property
     def wide(self) -> bool:
         """Whether tensors that stay plain are stored otherwise than they will be written."""
         return companions.is_wide(self.path)
@@ -79,7 +85,8 @@ class Job:
         """What decides the written bytes."""
         calib = self.recipe.calib
         wanted = self.amount
-        return {
+        merged = {"adapter": self.adapter.digest} if self.adapter else {}
+        return merged | {
             "format": FORMAT,
             "model": dict(self.identity),
             "recipe": self.recipe.identity(),
@@ -105,7 +112,7 @@ def quantize(job: Job, listen: Listen) -> Report:
         check_target(job.target)
         _check_room(planned)
     source_config = companions.source_config(job.path)
-    check_tensors(job.path, job.cfg)
+    check_tensors(job.path, job.cfg, job.adapter)
     try:
         work.open(job.manifest(), fresh=job.fresh)
         record = output.ready(work)
@@ -130,11 +137,11 @@ def _check_room(planned: Plan) -> None:
 def _make(job: Job, planned: Plan, work: WorkFolder, config: Mapping[str, Any], listen: Listen) -> Mapping[str, Any]:
     """The walk and what comes before and after it, up to a folder that only has to be moved; returns the report."""
     begun, meter = time.monotonic(), Meter(job.device)
-    outer = read_outer(job.path, job.cfg, job.recipe, work)
+    outer = read_outer(job.path, job.cfg, job.recipe, work, job.adapter)
     ids = _calibration(job, work, listen)
     streams = _streams(job, ids, outer, work)
     resumed = sum(work.file(part_name(i)).exists() for i in range(job.cfg.layers))
-    walk = Walk(job.path, job.cfg, job.recipe, job.device, job.dtype, work, *streams)
+    walk = Walk(job.path, job.cfg, job.recipe, job.device, job.dtype, work, *streams, adapter=job.adapter)
     layers = walk.run(lambda done, what: listen("quantizing", done, job.cfg.layers, what))
     quality = _quality(job, streams[1:3], outer, listen)
     listen("writing", 0, 1, "")
@@ -225,6 +232,8 @@ def _notes(job: Job, layers: Sequence[LayerReport], config: Mapping[str, Any], o
     for layer in layers:
         if layer.note:
             yield f"{layer.name}: {layer.note}"
+    if job.adapter:
+        yield f"the adapter {job.adapter.folder} ({job.adapter.label}) was merged before anything was quantized"
     if outer.narrowed:
         yield "what stays plain was wider than bf16 in the original and is written as bf16"
     if companions.has_code(job.path, config):

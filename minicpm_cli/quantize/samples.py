@@ -17,6 +17,7 @@ from minicpm_cli.model.decoder import Decoder
 from minicpm_cli.model.kv import KVCache
 from minicpm_cli.model.load_scheme import LoadScheme
 from minicpm_cli.model.loader import build_decoder
+from minicpm_cli.model.lora import Adapter
 from minicpm_cli.model.shapes import Shape, tensor_shapes
 from minicpm_cli.quantize.calibration import Amount, packed
 from minicpm_cli.quantize.layers import block_shapes
@@ -102,7 +103,7 @@ def model_samples(prompter: Prompter, wanted: Amount, seed: int, device: torch.d
     checkpoint = prompter.checkpoint
     cfg = checkpoint.cfg.with_context(Seating.of(checkpoint.cfg, DTYPE.itemsize, wanted).length)
     scheme = LoadScheme.of(sampled_in(cfg), 16)
-    decoder = build_decoder(Parts(checkpoint.path, cfg), cfg, device, DTYPE, scheme=scheme)
+    decoder = build_decoder(Parts(checkpoint.path, cfg, checkpoint.adapter), cfg, device, DTYPE, scheme=scheme)
     prompts = openings(prompter.tokenizer, prompter.template)
     ids = own_samples(decoder, prompts, prompter.eos_ids, wanted, seed, on_progress)
     del decoder
@@ -118,8 +119,8 @@ class Parts:
     What was read of a mapped file stays resident until it is unmapped, and all of a large one may not fit.
     """
 
-    def __init__(self, path: Path, cfg: ModelConfig) -> None:
-        self._path, self._cfg = path, cfg
+    def __init__(self, path: Path, cfg: ModelConfig, adapter: Adapter | None = None) -> None:
+        self._path, self._cfg, self._adapter = path, cfg, adapter
         self._shapes = {name: shape for part in _parts(cfg) for name, shape in part.items()}
         self._held: dict[str, Tensor] = {}
 
@@ -136,7 +137,7 @@ class Parts:
         if name not in self._held:
             self._held = {}  # goes before the next one comes
             part = next(part for part in _parts(self._cfg) if name in part)
-            self._held = read_tensors(self._path, self._cfg, part)
+            self._held = read_tensors(self._path, self._cfg, part, self._adapter)
         return self._held.pop(name)
 
     def ignore(self, name: str) -> None:

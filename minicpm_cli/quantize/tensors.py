@@ -10,19 +10,23 @@ from torch import Tensor
 
 from minicpm_cli.model.config import ModelConfig
 from minicpm_cli.model.loader import DERIVED
+from minicpm_cli.model.lora import Adapter
+from minicpm_cli.model.lora_source import LoraSource
 from minicpm_cli.model.shapes import HEAD, Shape, tensor_shapes
 from minicpm_cli.model.shards import bin_files, safetensors_files
-from minicpm_cli.model.source import open_source
+from minicpm_cli.model.source import TensorSource, open_source
 
 WRITTEN = torch.bfloat16  # what wider tensors are written as: the type that the family was trained in
 
 
-def read_tensors(path: Path, cfg: ModelConfig, shapes: Mapping[str, Shape]) -> dict[str, Tensor]:
+def read_tensors(
+    path: Path, cfg: ModelConfig, shapes: Mapping[str, Shape], adapter: Adapter | None = None
+) -> dict[str, Tensor]:
     """The named tensors, plain, in host memory. Plain files are mapped, and unmapped when the last tensor goes.
 
-    A head that is not in the files is left out.
+    A head that is not in the files is left out. What `adapter` changes comes merged, in float32.
     """
-    source = open_source(path, cfg)
+    source = _opened(path, cfg, adapter)
     found: dict[str, Tensor] = {}
     for name in sorted(source.names()):
         if name not in shapes:
@@ -36,9 +40,9 @@ def read_tensors(path: Path, cfg: ModelConfig, shapes: Mapping[str, Shape]) -> d
     return found
 
 
-def check_tensors(path: Path, cfg: ModelConfig) -> None:
+def check_tensors(path: Path, cfg: ModelConfig, adapter: Adapter | None = None) -> None:
     """Raises WeightsError for tensors that are missing, left over or of a wrong shape, before hours are spent."""
-    source = open_source(path, cfg)
+    source = _opened(path, cfg, adapter)
     shapes = tensor_shapes(cfg)
     for name in sorted(source.names()):
         if name.endswith(DERIVED):
@@ -50,6 +54,11 @@ def check_tensors(path: Path, cfg: ModelConfig) -> None:
             source.take(name, shape)  # raises, naming the file and what is wrong
         source.ignore(name)
     source.finish()
+
+
+def _opened(path: Path, cfg: ModelConfig, adapter: Adapter | None) -> TensorSource:
+    source = open_source(path, cfg)
+    return source if adapter is None else LoraSource(source, adapter, unpack=True)
 
 
 def stored_bytes(path: Path) -> int:

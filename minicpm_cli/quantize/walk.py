@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from minicpm_cli.model.config import ModelConfig
+from minicpm_cli.model.lora import Adapter
 from minicpm_cli.quantize.block import Probe
 from minicpm_cli.quantize.folder import WorkFolder
 from minicpm_cli.quantize.gather import Inputs, gather, gather_both
@@ -48,6 +49,7 @@ class Walk:
     heldout: Stream | None
     original: Stream | None
     full: Stream | None
+    adapter: Adapter | None = None
 
     def run(self, on_progress: Progress) -> list[LayerReport]:
         """All blocks; those that an earlier run finished are only passed. Raises ModelError or FileError."""
@@ -60,7 +62,7 @@ class Walk:
         return reports
 
     def _block(self, index: int, say: Callable[[str], None]) -> list[LayerReport]:
-        source = read_tensors(self.path, self.cfg, block_shapes(self.cfg, index))
+        source = read_tensors(self.path, self.cfg, block_shapes(self.cfg, index), self.adapter)
         before = self._probe(index, source) if self.full is not None else None
         if self.original is not None:
             self._pass(before or self._probe(index, source), [self.original], HALVES)
