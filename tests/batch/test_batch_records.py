@@ -92,7 +92,10 @@ def test_limit_is_a_snapshot() -> None:
         ({"custom_id": "a"}, "missing_prompt"),
         (chat(n=2), "bad_parameter"),
         (chat(tools=[{"type": "function"}]), "bad_parameter"),
-        (chat(response_format={"type": "json_object"}), "bad_parameter"),
+        (chat(response_format={"type": "yaml"}), "bad_parameter"),
+        (chat(response_format=["json_object"]), "bad_parameter"),
+        (chat(response_format={"type": "json_schema"}), "schema_invalid"),
+        (chat(response_format={"type": "json_schema", "json_schema": {"schema": "{}"}}), "schema_invalid"),
         (chat(logit_bias={"5": 1}), "bad_parameter"),
         (chat(top_kk=5), "bad_parameter"),
         (chat(logprobs=5), "bad_parameter"),
@@ -153,6 +156,20 @@ def test_ids_keep_their_type(id_: Any) -> None:
     assert row.named
     again = json.loads(answer_row(row, Answer(finish="stop"), "m", 1))["id"]
     assert (again, type(again)) == (id_, type(id_))
+
+
+@pytest.mark.parametrize(
+    ("form", "schema"),
+    [
+        ({"type": "text"}, None),
+        (None, None),
+        ({"type": "json_object"}, {"type": "object"}),
+        ({"type": "json_schema", "json_schema": {"name": "n", "strict": True, "schema": {"enum": [1]}}}, {"enum": [1]}),
+    ],
+)
+def test_response_formats(form: Any, schema: Any) -> None:
+    given = parsed(chat(response_format=form)).given
+    assert given == ({} if schema is None else {"schema": json.dumps(schema)})
 
 
 def test_ids_missing_or_repeated_as_keys() -> None:
