@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from minicpm_cli.cli.opening import files_of
 from minicpm_cli.cli.progress import ProgressLine
@@ -14,41 +15,60 @@ from minicpm_cli.errors import DeviceError, UsageError
 from minicpm_cli.llm.info import LanguageModel
 from minicpm_cli.settings import LoadOptions, Settings
 
+if TYPE_CHECKING:
+    from minicpm_cli.fleet.link import Link
+    from minicpm_cli.fleet.messages import Order
 
-def devices(options: LoadOptions, gpus: int | None, workers: int | None) -> list[str]:
-    """One for each engine; none where a single engine in this process was asked for. Raises UsageError."""
-    if gpus is not None and workers is not None:
-        raise UsageError("--gpus is an engine for each GPU, --workers several on the CPU: give one of them.")
+
+@dataclass(frozen=True, slots=True)
+class Crew:
+    """An engine for each of `devices`; on a Ray cluster at `ray`, if that is given."""
+
+    devices: tuple[str, ...] = ()
+    ray: str | None = None
+
+
+def crew(options: LoadOptions, gpus: int | None, workers: int | None, ray: str | None) -> Crew | None:
+    """None where a single engine in this process is asked for. Raises UsageError."""
     for flag, count in (("--gpus", gpus), ("--workers", workers)):
         if count is not None and count < 1:
             raise UsageError(f"{flag} is {count}; it must be at least 1.")
     if gpus is not None:
-        if options.device not in ("auto", "cuda"):
-            raise UsageError(f"--gpus {gpus} takes the first {gpus} GPUs, and --device is {options.device}.")
-        return [f"cuda:{number}" for number in range(gpus)]
-    if workers is not None:
-        if options.device != "cpu":
-            raise UsageError("--workers shares the CPU out: give --device cpu with it, or --gpus N for GPUs.")
-        return ["cpu"] * workers
-    return []
+        return _gpus(options, gpus, workers, ray)
+    if ray is not None:
+        if workers is None:
+            raise UsageError("--ray needs --workers N: how many engines, each with a GPU (a core, with --device cpu).")
+        return Crew(("cpu" if options.device == "cpu" else "cuda",) * workers, ray)
+    if workers is None:
+        return None
+    if options.device != "cpu":
+        raise UsageError("--workers shares this CPU out: give --device cpu with it, --gpus N for GPUs, or --ray.")
+    return Crew(("cpu",) * workers)
+
+
+def _gpus(options: LoadOptions, gpus: int, workers: int | None, ray: str | None) -> Crew:
+    if workers is not None or ray is not None:
+        raise UsageError("--gpus is an engine for each GPU of this machine; --workers and --ray are something else.")
+    if options.device not in ("auto", "cuda"):
+        raise UsageError(f"--gpus {gpus} takes the first {gpus} GPUs, and --device is {options.device}.")
+    return Crew(tuple(f"cuda:{number}" for number in range(gpus)))
 
 
 @contextmanager
-def fleet(invocation: Invocation, settings: Settings, places: list[str]) -> Iterator[LanguageModel]:
+def fleet(invocation: Invocation, settings: Settings, crew: Crew) -> Iterator[LanguageModel]:
     """Closed at the end, with its processes. Raises DeviceError where there are too few GPUs."""
     with ProgressLine(invocation.terminal) as progress:
         files = files_of(settings, progress)
-        progress(f"loading {files.name} {len(places)} times", 0, None)
+        progress(f"loading {files.name} {len(crew.devices)} times", 0, None)
         from minicpm_cli.fleet.fleet import Fleet
-        from minicpm_cli.fleet.link import ProcessLink
         from minicpm_cli.fleet.messages import Order
         from minicpm_cli.llm.prompter import Prompter
 
         prompter = Prompter.open(settings.options, files)
-        _check_there(places)
-        threads = _threads(settings, places)
-        orders = [Order(replace(settings.options, device=at), files, threads, settings.cache_dir) for at in places]
-        opened = Fleet(prompter, [ProcessLink(order) for order in orders], invocation.terminal.note)
+        threads = _threads(settings, crew)
+        every = [replace(settings.options, device=device) for device in crew.devices]
+        orders = [Order(options, files, threads, settings.cache_dir) for options in every]
+        opened = Fleet(prompter, _links(crew, orders), invocation.terminal.note)
     try:
         info = opened.info
         checkpoint = prompter.checkpoint.with_options(settings.options)
@@ -61,19 +81,33 @@ def fleet(invocation: Invocation, settings: Settings, places: list[str]) -> Iter
         opened.close()
 
 
-def _check_there(places: list[str]) -> None:
-    if places[0] == "cpu":
+def _links(crew: Crew, orders: Sequence[Order]) -> Sequence[Link]:
+    if crew.ray is not None:
+        from minicpm_cli.fleet import ray_link
+
+        cpus = orders[0].threads or 1
+        return ray_link.links(ray_link.connect(crew.ray, len(orders), cpus), orders[0], len(orders), cpus)
+    from minicpm_cli.fleet.link import ProcessLink
+
+    _check_there(crew)
+    return [ProcessLink(order) for order in orders]
+
+
+def _check_there(crew: Crew) -> None:
+    if crew.devices[0] == "cpu":
         return
     import torch
 
     there = torch.cuda.device_count()
-    if there < len(places):
-        raise DeviceError(f"--gpus {len(places)}: this machine has {there} that torch can use. Ask for fewer.")
+    if there < len(crew.devices):
+        raise DeviceError(f"--gpus {len(crew.devices)}: this machine has {there} that torch can use. Ask for fewer.")
 
 
-def _threads(settings: Settings, places: list[str]) -> int | None:
-    """Of each engine; on a CPU they share the cores."""
-    if settings.threads is not None or places[0] != "cpu":
+def _threads(settings: Settings, crew: Crew) -> int | None:
+    """Of each engine; on one CPU they share the cores."""
+    if settings.threads is not None or crew.devices[0] != "cpu":
         return settings.threads
+    if crew.ray is not None:
+        return 1
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(cores // len(places), 1)
+    return max(cores // len(crew.devices), 1)

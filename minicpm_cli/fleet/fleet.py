@@ -1,4 +1,4 @@
-"""The fleet: a language model whose requests are answered by whichever worker has room.
+"""The fleet: a language model whose requests are answered by whichever worker has room. One is enough to begin.
 
 Every worker holds as many requests as it has seats, and a few more, so that it never waits for the next. Requests with
 the beginning of an earlier one go to the worker that has that beginning in its cache, while it is not much busier than
@@ -68,15 +68,18 @@ class Fleet:
             raise
 
     def _load(self) -> None:
-        """Until each worker has its model. Raises what one of them met."""
-        while any(worker.info is None for worker in self._workers):
+        """Until one worker has its model: others join when they have theirs. Raises what the last of them met."""
+        error: Exception = DeviceError("all workers ended while they loaded the model.")
+        while all(worker.info is None for worker in self._workers):
             number, message = self._inbox.get()
             if isinstance(message, Ready):
                 self._workers[number].info = message.info
             elif isinstance(message, Failed):
-                raise message.error
+                error = message.error
             elif message is None:
-                raise DeviceError(f"worker {number + 1} of {len(self._workers)} ended while it loaded the model.")
+                self._workers[number].alive = False
+                if not any(worker.alive for worker in self._workers):
+                    raise error
 
     @property
     def info(self) -> LLMInfo:
@@ -191,6 +194,8 @@ class Fleet:
             worker.totals, worker.gpu_peak_bytes = message.totals, message.gpu_peak_bytes
             if message.epoch == self._epoch and worker.open.pop(message.id, None) is not None:
                 yield from message.events
+        elif isinstance(message, Ready):
+            worker.info = message.info
         elif isinstance(message, Failed):
             self._notify(f"a worker failed: {message.error}")
         elif message is None and worker.alive:

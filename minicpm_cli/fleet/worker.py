@@ -14,8 +14,9 @@ from collections.abc import Iterator
 from contextlib import closing, suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
+from socket import gethostname
 
-from minicpm_cli.errors import MinicpmError
+from minicpm_cli.errors import MinicpmError, ModelNotFound
 from minicpm_cli.fleet.messages import Ask, Begun, Failed, Finished, FromWorker, Order, Ready
 from minicpm_cli.llm.info import LanguageModel
 from minicpm_cli.types import Event, Request
@@ -125,17 +126,20 @@ def sendable(event: Event) -> Event:
     return event
 
 
-def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    connection = Connection(int(sys.argv[1]))
-    order: Order = connection.recv()
+def work(connection: Connection) -> None:
+    """A worker's whole life. The first thing it is told is its order."""
     try:
+        order: Order = connection.recv()
+        if not order.files.path.exists():
+            raise ModelNotFound(
+                f"{order.files.path} is not on {gethostname()}: keep models on a file system that all nodes share."
+            )
         from minicpm_cli.llm.llm import LLM
 
         llm = LLM.open(order.options, order.files, threads=order.threads, cache=order.cache)
         with closing(llm):
             serve(llm, connection)
-    except (BrokenPipeError, ConnectionResetError):
+    except (EOFError, BrokenPipeError, ConnectionResetError):
         pass
     except Exception as error:  # noqa: BLE001 - told to whoever can say it
         with suppress(OSError):
@@ -143,4 +147,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    work(Connection(int(sys.argv[1])))

@@ -4,53 +4,26 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fleet_cases import COUNT, asked, order_of, texts
 
-from checkpoints import write_checkpoint
-from minicpm_cli.cli.fleet import devices
+from minicpm_cli.cli.fleet import Crew, crew
 from minicpm_cli.errors import ModelError, UsageError
 from minicpm_cli.fleet.fleet import Fleet
 from minicpm_cli.fleet.link import ProcessLink
 from minicpm_cli.fleet.messages import Order
-from minicpm_cli.hub.files import ModelFiles
 from minicpm_cli.llm.llm import LLM
 from minicpm_cli.llm.prompter import Prompter
 from minicpm_cli.settings import LoadOptions
-from minicpm_cli.types import Event, Message, Request, SamplingParams
-
-COUNT = 24
 
 
 @pytest.fixture
 def order(tmp_path: Path) -> Order:
-    path = write_checkpoint(tmp_path / "model", "minicpm4-0.5b", layers=2)
-    options = LoadOptions(str(path), device="cpu", dtype="fp32", ctx=256, max_seqs=2)
-    return Order(options, ModelFiles("tiny", path), 1, None)
-
-
-def asked() -> list[Request]:
-    params = SamplingParams(max_tokens=12, temperature=0.8)
-    return [
-        Request(str(n), (Message("user", f"hello number {n}"),), SamplingParams(**{**_fields(params), "seed": n}))
-        for n in range(COUNT)
-    ]
-
-
-def _fields(params: SamplingParams) -> dict[str, Any]:
-    return {name: getattr(params, name) for name in ("max_tokens", "temperature")}
-
-
-def texts(events: Iterator[Event]) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for event in events:
-        assert event.error is None, event.error
-        found[event.id] = found.get(event.id, "") + event.text
-    return found
+    return order_of(tmp_path)
 
 
 def test_a_worker_that_is_killed_costs_nothing_but_time(order: Order) -> None:
@@ -80,20 +53,23 @@ def test_what_a_worker_meets_while_it_loads_is_told(order: Order, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("options", "gpus", "workers", "said"),
+    ("options", "given", "said"),
     [
-        ({}, 2, 2, "give one of them"),
-        ({}, 0, None, "at least 1"),
-        ({"device": "cpu"}, 2, None, "--device is cpu"),
-        ({}, None, 2, "--device cpu with it"),
+        ({}, (2, 2, None), "something else"),
+        ({}, (2, None, "auto"), "something else"),
+        ({}, (0, None, None), "at least 1"),
+        ({"device": "cpu"}, (2, None, None), "--device is cpu"),
+        ({}, (None, 2, None), "--device cpu with it"),
+        ({}, (None, None, "auto"), "needs --workers"),
     ],
 )
-def test_flags_that_contradict(options: dict[str, Any], gpus: int | None, workers: int | None, said: str) -> None:
+def test_flags_that_contradict(options: dict[str, Any], given: tuple[Any, Any, Any], said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        devices(LoadOptions("m", **options), gpus, workers)
+        crew(LoadOptions("m", **options), *given)
 
 
-def test_devices() -> None:
-    assert devices(LoadOptions("m"), 2, None) == ["cuda:0", "cuda:1"]
-    assert devices(LoadOptions("m", device="cpu"), None, 3) == ["cpu"] * 3
-    assert devices(LoadOptions("m"), None, None) == []
+def test_crews() -> None:
+    assert crew(LoadOptions("m"), 2, None, None) == Crew(("cuda:0", "cuda:1"))
+    assert crew(LoadOptions("m", device="cpu"), None, 3, None) == Crew(("cpu",) * 3)
+    assert crew(LoadOptions("m"), None, 2, "auto") == Crew(("cuda", "cuda"), "auto")
+    assert crew(LoadOptions("m"), None, None, None) is None
