@@ -29,7 +29,8 @@ from minicpm_cli.model.kv_format import KVFormat
 from minicpm_cli.settings import LoadOptions
 from minicpm_cli.text.detok import TextSink
 from minicpm_cli.text.thinking import ThinkBudget, think_budget
-from minicpm_cli.types import Event, FinishReason, Request, SamplingParams
+from minicpm_cli.text.tool_calls import Piece, ToolCallStream
+from minicpm_cli.types import Channel, Event, FinishReason, Request, SamplingParams
 
 SEED_BITS = 53  # a JSON number holds it exactly
 
@@ -160,16 +161,20 @@ class LLM:
             yield engine_request
 
     def _admit(self, request: Request) -> tuple[EngineRequest, _Running]:
-        prompt, params = request if request.ids is not None else self.encoded(request), request.params
+        prompt = request if request.ids is not None else self.encoded(request)
+        calls = self._prompter.calling(request)
+        params = calls.constrained(request.params) if calls else request.params
         seed = secrets.randbits(SEED_BITS) if params.seed is None else params.seed
-        sink = TextSink(self._prompter.tokenizer, params.stop, prompt.channel)
+        shown = calls.how.shown if calls else ()
+        sink = TextSink(self._prompter.tokenizer, params.stop, prompt.channel, shown=shown)
         budget = think_budget(params, self._prompter.tokenizer, sink)
         mask = self._prompter.grammars.mask(params, sink, budget, request.prefill) or budget
         engine_request = EngineRequest(
             request.id, tuple(prompt.ids or ()), params, seed, eos_ids=self._prompter.eos_ids, sink=sink, mask=mask
         )
         follows = partial(self._prompter.grammars.complete, params) if mask is not None and mask is not budget else None
-        return engine_request, _Running(request.id, sink, seed, follows, [request.prefill], budget)
+        stream = calls.stream(request.id, seed) if calls else None
+        return engine_request, _Running(request.id, sink, seed, follows, [request.prefill], budget, stream)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,24 +201,28 @@ class _Running:
     follows: Callable[[str], bool] | None = None
     answer: list[str] = field(default_factory=list)
     budget: ThinkBudget | None = None
-    _begun: bool = field(default=False)
+    calls: ToolCallStream | None = None
 
     def events(self, token: TokenEvent) -> Iterator[Event]:
-        if token.finish is None and token.logprob is None and self.follows is None:
+        if token.finish is None and token.logprob is None and self.follows is None and self.calls is None:
             return (Event(self.id, text, channel) for channel, text in self.sink.take())
         return self._rare(token)
 
     def _rare(self, token: TokenEvent) -> Iterator[Event]:
         logprobs = (token.logprob,) if token.logprob is not None else ()
-        for channel, text in self.sink.take() if token.finish is None else self.sink.close():
-            yield Event(self.id, text, channel, logprobs=logprobs)
+        texts = self.sink.take() if token.finish is None else self.sink.close()
+        if self.follows is not None:
+            self.answer += [text for channel, text in texts if channel == "answer"]
+        for channel, piece in texts if self.calls is None else self._called(self.calls, texts, token.finish):
+            if isinstance(piece, str):
+                yield Event(self.id, piece, channel, logprobs=logprobs)
+            else:
+                yield Event(self.id, logprobs=logprobs, tool_call=piece)
             logprobs = ()
-            if channel == "answer":
-                self.answer.append(text)
         if token.finish is not None or logprobs:
             yield Event(
                 self.id,
-                finish=token.finish,
+                finish=self._finish(token.finish),
                 usage=token.usage,
                 timings=token.timings,
                 seed=self.seed,
@@ -222,6 +231,16 @@ class _Running:
                 incomplete=self._incomplete(token.finish),
                 thought_out=self.budget is not None and self.budget.spent,
             )
+
+    def _called(
+        self, calls: ToolCallStream, texts: list[tuple[Channel, str]], finish: FinishReason | None
+    ) -> list[tuple[Channel, Piece]]:
+        """What is content of the texts, and what calls."""
+        pieces = list(calls.feed(texts))
+        return pieces if finish is None else pieces + calls.close(finish)
+
+    def _finish(self, finish: FinishReason | None) -> FinishReason | None:
+        return finish if finish is None or self.calls is None else self.calls.finish(finish)
 
     def _incomplete(self, finish: FinishReason | None) -> bool:
         """Cut by the limit, by a stop string, or by a model that ended while it thought."""

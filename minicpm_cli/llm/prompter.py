@@ -9,6 +9,7 @@ from pathlib import Path
 from minicpm_cli.errors import RequestError, TemplateError
 from minicpm_cli.grammar.grammars import Grammars
 from minicpm_cli.hub.files import ModelFiles
+from minicpm_cli.llm.calling import Calling, calling
 from minicpm_cli.llm.checkpoint import Checkpoint
 from minicpm_cli.settings import LoadOptions
 from minicpm_cli.text.template import ChatTemplate, Prompt, build_prompt, load_template, raw_prompt, show_prompt
@@ -53,14 +54,27 @@ class Prompter:
     def build(self, request: Request) -> Prompt:
         """Raises RequestError or TemplateError."""
         self._refuse_hopeless(request)
-        self.grammars.check(request.params)
+        calls = self.calling(request)
+        self.grammars.check(calls.constrained(request.params) if calls else request.params)
         if isinstance(request.messages, str):
             return raw_prompt(self.tokenizer, request.messages + request.prefill)
         if isinstance(self._template, TemplateError):
             raise self._template
         return build_prompt(
-            self.tokenizer, self._template, request.messages, think=request.params.think, prefill=request.prefill
+            self.tokenizer,
+            self._template,
+            request.messages,
+            think=request.params.think,
+            prefill=request.prefill,
+            tools=calls.tools if calls else (),
+            begun=calls.forced.begun if calls else "",
         )
+
+    def calling(self, request: Request) -> Calling | None:
+        """How the answer may call tools. Raises RequestError."""
+        if not request.tools and isinstance(request.messages, str):
+            return None
+        return calling(request, self.template)
 
     def _refuse_hopeless(self, request: Request) -> None:
         asked = request.messages

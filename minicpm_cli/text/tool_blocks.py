@@ -59,6 +59,18 @@ class Tags:
     spans: Mapping[str, Span] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Forced:
+    """An answer that must call: how the prompt begins it, the JSON schema of what follows, and how it ends then.
+
+    Without a schema the model writes on as it likes, up to its own end.
+    """
+
+    begun: str = ""
+    schema: str | None = None
+    ended: str = ""
+
+
 class Block:
     """A call from its opening tag on. `plain`: quoted values are not looked for, since they did not end."""
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby
 
 from minicpm_cli.text.stops import StopMatcher
-from minicpm_cli.text.tool_blocks import Block
+from minicpm_cli.text.tool_blocks import Block, Forced
 from minicpm_cli.text.tool_formats import ToolFormat
 from minicpm_cli.types import Channel, FinishReason, Tool, ToolCallDelta
 
@@ -127,14 +127,18 @@ class ToolCallStream:
     """The channels of an answer with the calls taken out of them.
 
     Calls belong into the answer. One that was only thought of stays a thought, unless there is nothing else: a model
-    that forgets to stop thinking before it calls means the call. `begun` is what the prompt began of the answer.
+    that forgets to stop thinking before it calls means the call. `forced` is what was begun for the model, and
+    what ends it.
     """
 
-    def __init__(self, how: ToolFormat, tools: Iterable[Tool], identify: Callable[[int], str], begun: str = "") -> None:
-        tools = tuple(tools)
+    def __init__(
+        self, how: ToolFormat, tools: Iterable[Tool], identify: Callable[[int], str], forced: Forced | None = None
+    ) -> None:
+        tools, forced = tuple(tools), forced or Forced()
+        self._ended = forced.ended
         self._answer, self._thought = (ToolCallParser(how, tools, identify) for _ in range(2))
         self._called: list[ToolCallDelta] = []
-        self._answer.feed(begun)
+        self._answer.feed(forced.begun)
 
     def feed(self, pieces: Iterable[tuple[Channel, str]]) -> Iterator[tuple[Channel, Piece]]:
         for channel, text in pieces:
@@ -147,7 +151,7 @@ class ToolCallStream:
     def close(self, finish: FinishReason) -> list[tuple[Channel, Piece]]:
         """What was held back, and the calls of a thought that led to nothing else."""
         cut = finish != "stop"
-        pieces = self._answer.close(cut=cut)
+        pieces = self._answer.feed("" if cut else self._ended) + self._answer.close(cut=cut)
         self._note(self._thought.close(cut=cut))
         meant = self._called if not cut and not self._answer.calls and not self._answer.spoke else []
         self._called = meant

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from minicpm_cli.text.tool_blocks import Tags
+from minicpm_cli.text.tool_blocks import Forced, Tags
 from minicpm_cli.text.tools_hermes import Hermes
 from minicpm_cli.text.tools_minicpm3 import MiniCPM3
 from minicpm_cli.text.tools_minicpm5 import MiniCPM5
-from minicpm_cli.types import Tool, ToolChoice
+from minicpm_cli.types import Tool
 
 
 class ToolFormat(Protocol):
@@ -32,8 +32,8 @@ class ToolFormat(Protocol):
         """
         ...
 
-    def forced(self, choice: ToolChoice) -> str:
-        """How an answer begins that must call."""
+    def forced(self, tools: Sequence[Tool]) -> Forced:
+        """How an answer is made to call one of these."""
         ...
 
     def refuses(self, tool: Tool) -> str | None:

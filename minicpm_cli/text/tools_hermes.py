@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from minicpm_cli.text.tool_blocks import Quoted, Tags
+from minicpm_cli.text.tool_blocks import Forced, Quoted, Tags
 from minicpm_cli.text.tool_values import Malformed, strict_json, typed_arguments
-from minicpm_cli.types import Tool, ToolChoice
+from minicpm_cli.types import Tool
 
 
 class Hermes:
@@ -24,11 +25,29 @@ class Hermes:
         value = strict_json(body)
         return [_call(item, tools) for item in (value if isinstance(value, list) else [value])]
 
-    def forced(self, choice: ToolChoice) -> str:
-        return f'<tool_call>\n{{"name": "{choice.name}", "arguments": ' if choice.name else '<tool_call>\n{"name": "'
+    def forced(self, tools: Sequence[Tool]) -> Forced:
+        if len(tools) == 1:
+            begun = f'<tool_call>\n{{"name": "{tools[0].name}", "arguments": '
+            return Forced(begun, json.dumps(_schema(tools[0])), "}\n</tool_call>")
+        calls = [_call_schema(tool, place) for place, tool in enumerate(tools)]
+        definitions = {f"tool{place}": _schema(tool) for place, tool in enumerate(tools)}
+        return Forced("<tool_call>\n", json.dumps({"anyOf": calls, "$defs": definitions}), "\n</tool_call>")
 
     def refuses(self, tool: Tool) -> str | None:
         return None
+
+
+def _schema(tool: Tool) -> dict[str, Any]:
+    return {"type": "object", **tool.parameters}
+
+
+def _call_schema(tool: Tool, place: int) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": {"name": {"const": tool.name}, "arguments": {"$ref": f"#/$defs/tool{place}"}},
+        "required": ["name", "arguments"],
+        "additionalProperties": False,
+    }
 
 
 def _call(value: Any, tools: Mapping[str, Tool]) -> tuple[str, str]:

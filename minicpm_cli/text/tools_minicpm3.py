@@ -12,12 +12,12 @@ import keyword
 import re
 import tokenize
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from minicpm_cli.text.tool_blocks import Quoted, Tags
+from minicpm_cli.text.tool_blocks import Forced, Quoted, Tags
 from minicpm_cli.text.tool_values import Malformed, argument_types, typed_arguments
-from minicpm_cli.types import Tool, ToolChoice
+from minicpm_cli.types import Tool
 
 _OPEN, _CLOSE = "<|tool_call_start|>", "<|tool_call_end|>"
 _FENCE = re.compile(r"\s*```(?:[a-zA-Z]+(?=\s))?(.*?)(?:```\s*)?", re.DOTALL)
@@ -45,8 +45,8 @@ class MiniCPM3:
             raise Malformed("no call")
         return [_call(call, tools) for call in calls]
 
-    def forced(self, choice: ToolChoice) -> str:
-        return f"{_OPEN}\n```python\n{choice.name or ''}" + ("(" if choice.name else "")
+    def forced(self, tools: Sequence[Tool]) -> Forced:
+        return Forced(f"{_OPEN}\n```python\n" + (f"{tools[0].name}(" if len(tools) == 1 else ""))
 
     def refuses(self, tool: Tool) -> str | None:
         if tool.name.isidentifier() and not keyword.iskeyword(tool.name):

@@ -6,11 +6,11 @@ The tags are control tokens, and the blank behind <function and <param may be mi
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from minicpm_cli.text.tool_blocks import Cdata, Tags
+from minicpm_cli.text.tool_blocks import Cdata, Forced, Tags
 from minicpm_cli.text.tool_values import Malformed, argument_types, from_text, json_text, without_entities
-from minicpm_cli.types import Tool, ToolChoice
+from minicpm_cli.types import Tool
 
 _NAME = r"""\s*name\s*=\s*(?:"([^"<>]*)"|'([^'<>]*)'|([^\s"'<>]+))\s*>"""
 _FUNCTION = re.compile(rf"<function{_NAME}")
@@ -41,8 +41,8 @@ class MiniCPM5:
         members = ", ".join(f"{json_text(name)}: {value}" for name, value in given.items())
         return [(tool.name, f"{{{members}}}")]
 
-    def forced(self, choice: ToolChoice) -> str:
-        return f'<function name="{choice.name}">' if choice.name else '<function name="'
+    def forced(self, tools: Sequence[Tool]) -> Forced:
+        return Forced(f'<function name="{tools[0].name}">' if len(tools) == 1 else '<function name="')
 
     def refuses(self, tool: Tool) -> str | None:
         return None

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from minicpm_cli.text.tool_blocks import Forced
 from minicpm_cli.text.tool_calls import ToolCallParser, ToolCallStream
 from minicpm_cli.text.tool_formats import ToolFormat
 from minicpm_cli.text.tools import tools_of
@@ -378,7 +379,7 @@ class TestContent:
 def stream(
     pieces: Sequence[tuple[Channel, str]], finish: FinishReason = "stop", begun: str = ""
 ) -> tuple[str, str, list[tuple[str, str]], FinishReason]:
-    made = ToolCallStream(MiniCPM5(), TOOLS, lambda index: f"call_{index}", begun)
+    made = ToolCallStream(MiniCPM5(), TOOLS, lambda index: f"call_{index}", Forced(begun))
     out = [*made.feed(pieces), *made.close(finish)]
     thought = "".join(str(piece) for channel, piece in out if channel == "think")
     content, calls = gathered(piece for channel, piece in out if channel == "answer")

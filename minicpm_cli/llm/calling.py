@@ -1,0 +1,80 @@
+"""What a request with tools asks of the prompt, of the tokens and of the text that comes back."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from minicpm_cli.errors import RequestError
+from minicpm_cli.text.template import ChatTemplate
+from minicpm_cli.text.tool_blocks import Forced
+from minicpm_cli.text.tool_calls import ToolCallStream
+from minicpm_cli.text.tool_formats import ToolFormat
+from minicpm_cli.types import Request, SamplingParams, Tool
+
+_ID_DIGITS = 24
+
+
+@dataclass(frozen=True, slots=True)
+class Calling:
+    """The tools that an answer may call, in the model's own way; `forced` is empty where it need not."""
+
+    how: ToolFormat
+    tools: tuple[Tool, ...]
+    forced: Forced = field(default_factory=Forced)
+
+    def constrained(self, params: SamplingParams) -> SamplingParams:
+        return params if self.forced.schema is None else replace(params, schema=self.forced.schema)
+
+    def stream(self, request_id: str, seed: int) -> ToolCallStream:
+        """Ids of calls follow from the request and its seed, so that a row that runs again is the same row."""
+
+        def identify(index: int) -> str:
+            digest = hashlib.sha256(f"{request_id}\0{seed}\0{index}".encode("utf-8", "replace")).hexdigest()
+            return f"call_{digest[:_ID_DIGITS]}"
+
+        return ToolCallStream(self.how, self.tools, identify, self.forced)
+
+
+def calling(request: Request, template: ChatTemplate | None) -> Calling | None:
+    """None where nothing may be called. Raises RequestError(bad_parameter) where the model can be given no tools."""
+    _check_history(request, template)
+    if not request.tools or request.tool_choice.mode == "none":
+        return None
+    if isinstance(request.messages, str) or template is None:
+        raise RequestError("bad_parameter", "tools: a raw prompt has no place for them; send messages")
+    how = template.tool_format
+    if how is None:
+        raise RequestError(
+            "bad_parameter",
+            f"tools: this model's chat template ({template.origin}) takes no tools, or writes calls in a way that is "
+            "not known here; leave tools out",
+        )
+    for tool in request.tools:
+        if (why := how.refuses(tool)) is not None:
+            raise RequestError("bad_parameter", f"tools: {why}")
+    return Calling(how, request.tools, _forced(request, how))
+
+
+def _check_history(request: Request, template: ChatTemplate | None) -> None:
+    calls = any(turn.tool_calls for turn in request.messages if not isinstance(turn, str))
+    if calls and template is not None and "tool_calls" not in template.source:
+        raise RequestError(
+            "bad_parameter", f"tool_calls: this model's chat template ({template.origin}) knows none; leave them out"
+        )
+
+
+def _forced(request: Request, how: ToolFormat) -> Forced:
+    choice = request.tool_choice
+    if choice.mode != "required":
+        return Forced()
+    taken = {"a schema": request.params.schema, "a regex": request.params.regex, "a prefill": request.prefill or None}
+    for name, value in taken.items():
+        if value is not None:
+            raise RequestError("bad_parameter", f"tool_choice: an answer that must call has no place for {name}")
+    return how.forced(_offered(request.tools, choice.name))
+
+
+def _offered(tools: Sequence[Tool], name: str | None) -> Sequence[Tool]:
+    return [tool for tool in tools if name in (None, tool.name)]
