@@ -9,7 +9,8 @@ from typing import Any
 
 from minicpm_cli.errors import ContextOverflow
 from minicpm_cli.server.faults import refused
-from minicpm_cli.server.schema import ChatMessage, ChatRequest, CompletionRequest, ResponseFormat, Sampling
+from minicpm_cli.server.schema import CallMade, ChatMessage, ChatRequest, CompletionRequest, ResponseFormat, Sampling
+from minicpm_cli.text.tools import arguments_of, check_results, tool_choice_of, tools_of
 from minicpm_cli.types import Message, Request, Role, SamplingParams, ToolCall
 
 _PASSED = (
@@ -89,11 +90,9 @@ def conversation(messages: Sequence[ChatMessage]) -> tuple[Message, ...]:
 
 def _message(where: str, given: ChatMessage) -> Message:
     role: Role = "system" if given.role == "developer" else given.role
-    calls = tuple(ToolCall(call.id, call.function.name, call.function.arguments) for call in given.tool_calls or ())
+    calls = tuple(_call(f"{where}.tool_calls[{i}]", call) for i, call in enumerate(given.tool_calls or ()))
     if calls and role != "assistant":
         raise refused(400, f"{where}.tool_calls: only an assistant calls", "invalid_value", f"{where}.tool_calls")
-    for i, call in enumerate(calls):
-        _check_arguments(f"{where}.tool_calls[{i}].function.arguments", call.arguments)
     if given.content is None and not (calls and role in _NO_TEXT):
         raise refused(400, f"{where}.content is missing or null", "missing_parameter", f"{where}.content")
     return Message(role, _text(given), given.reasoning_content, calls, given.tool_call_id)
@@ -105,13 +104,16 @@ def _text(given: ChatMessage) -> str:
     return given.content or ""
 
 
-def _check_arguments(where: str, arguments: str) -> None:
-    try:
-        fits = isinstance(json.loads(arguments or "{}"), dict)
-    except (ValueError, RecursionError):
-        fits = False
-    if not fits:
-        raise refused(400, f"{where} is not the text of a JSON object", "invalid_value", where)
+def _call(where: str, call: CallMade) -> ToolCall:
+    return ToolCall(call.id, call.function.name, arguments_of(call.function.arguments, f"{where}.function.arguments"))
+
+
+def with_tools(request: Request, asked: ChatRequest) -> Request:
+    """The request with what the model may call. Raises RequestError."""
+    tools = tools_of(asked.tools)
+    if not isinstance(request.messages, str):
+        check_results(request.messages)
+    return replace(request, tools=tools, tool_choice=tool_choice_of(asked.tool_choice, tools))
 
 
 # ---- choices ------------------------------------------------------------------------------------------------------
@@ -142,10 +144,3 @@ def prompts_of(asked: CompletionRequest) -> list[str | list[int]]:
     if isinstance(given, str) or isinstance(given[0], int):
         return [given]
     return list(given)
-
-
-def with_tools(request: Request, asked: ChatRequest) -> Request:
-    """Raises Refused where tools cannot be used."""
-    if asked.tools:
-        raise refused(400, "tools are not supported by this server", "invalid_value", "tools")
-    return request

@@ -1,0 +1,97 @@
+"""Tool calls as the official client sends and reads them; how the model writes them is tested elsewhere."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+
+from fakes import FakeLLM
+from minicpm_cli.types import Event, Request, Timings, ToolCallDelta, Usage
+
+ASKED = [{"role": "user", "content": "Weather in Paris and Rome?"}]
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+TOOLS = [{"type": "function", "function": {"name": "weather", "description": "Of a city.", "parameters": PARAMETERS}}]
+
+
+class Calling(FakeLLM):
+    """Says a word, and calls twice where it may."""
+
+    def _events(self, request: Request) -> Iterator[Event]:
+        called = request.tools and request.tool_choice.mode != "none" and request.messages[-1].role != "tool"
+        if not called:
+            yield from super()._events(request)
+            return
+        yield Event(request.id, "Looking.")
+        for place, city in enumerate(("Paris", "Rome")):
+            yield Event(request.id, tool_call=ToolCallDelta(place, id=f"call_{place}", name="weather"))
+            yield Event(request.id, tool_call=ToolCallDelta(place, '{"city": '))
+            yield Event(request.id, tool_call=ToolCallDelta(place, f'"{city}"}}'))
+        yield Event(request.id, finish="tool_calls", usage=Usage(3, 9), timings=Timings())
+
+
+def test_calls_come_whole(serve) -> None:
+    choice = serve(Calling()).client().chat.completions.create(model="fake", messages=ASKED, tools=TOOLS).choices[0]
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content == "Looking."
+    calls = choice.message.tool_calls
+    assert [(c.id, c.type, c.function.name) for c in calls] == [
+        ("call_0", "function", "weather"),
+        ("call_1", "function", "weather"),
+    ]
+    assert [json.loads(c.function.arguments) for c in calls] == [{"city": "Paris"}, {"city": "Rome"}]
+
+
+def test_calls_come_in_pieces(serve) -> None:
+    client = serve(Calling()).client()
+    arguments, names, finishes = ["", ""], [], []
+    for chunk in client.chat.completions.create(model="fake", messages=ASKED, tools=TOOLS, stream=True):
+        finishes.append(chunk.choices[0].finish_reason)
+        for call in chunk.choices[0].delta.tool_calls or ():
+            arguments[call.index] += call.function.arguments or ""
+            names += [call.function.name] if call.function.name else []
+    assert [json.loads(text)["city"] for text in arguments] == ["Paris", "Rome"]
+    assert names == ["weather", "weather"]
+    assert finishes[-1] == "tool_calls"
+
+
+def test_results_go_back_to_the_model(serve) -> None:
+    server = serve(Calling())
+    client = server.client()
+    said = client.chat.completions.create(model="fake", messages=ASKED, tools=TOOLS).choices[0].message
+    results = [{"role": "tool", "tool_call_id": call.id, "content": "sunny"} for call in said.tool_calls]
+    history = [*ASKED, said.model_dump(), *results]
+    answer = client.chat.completions.create(model="fake", messages=history, tools=TOOLS)
+    assert answer.choices[0].message.content == "You said: sunny"
+    sent = server.llm.seen[-1].messages
+    assert [call.arguments for call in sent[1].tool_calls] == ['{"city": "Paris"}', '{"city": "Rome"}']
+    assert [message.tool_call_id for message in sent[2:]] == ["call_0", "call_1"]
+
+
+def test_what_may_be_called_is_passed_on(serve) -> None:
+    server = serve(Calling())
+    named = {"type": "function", "function": {"name": "weather"}}
+    for choice, mode, name in (("none", "none", None), ("required", "required", None), (named, "required", "weather")):
+        server.client().chat.completions.create(model="fake", messages=ASKED, tools=TOOLS, tool_choice=choice)
+        request = server.llm.seen[-1]
+        assert (request.tool_choice.mode, request.tool_choice.name) == (mode, name)
+        assert [tool.name for tool in request.tools] == ["weather"]
+
+
+BAD = {
+    "no function": {"tools": [{"type": "function"}]},
+    "bad name": {"tools": [{"type": "function", "function": {"name": "no spaces please"}}]},
+    "parameters as text": {"tools": [{"type": "function", "function": {"name": "f", "parameters": "x"}}]},
+    "choice without tools": {"tool_choice": "required"},
+    "unknown choice": {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "g"}}},
+    "result of no call": {"messages": [*ASKED, {"role": "tool", "tool_call_id": "x", "content": "y"}]},
+    "half a surrogate pair": {"tools": [{"type": "function", "function": {"name": "f", "description": "\ud800"}}]},
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_tools_are_the_clients_fault(serve_once, name: str) -> None:
+    answered = serve_once(Calling()).chat(**BAD[name])
+    assert answered.status == 400
+    assert answered.error["type"] == "invalid_request_error"
