@@ -177,5 +177,5 @@ def _parsed(text: str, path: Path) -> dict[str, Any]:
 
     try:
         return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise UsageError(f"config file {path} is not valid TOML: {error}") from None

@@ -262,11 +262,13 @@ class Chat:
         return Turn(message, partial, made)
 
     def _store(self, change: Callable[[], object]) -> None:
-        """A full disk takes nothing from the conversation: it goes on, unsaved, and says so."""
+        """A full disk takes nothing from the conversation: it goes on, unsaved, and says so once."""
+        said = self.conversation.behind
         try:
             change()
         except FileError as error:
-            self.terminal.line(f"minicpm: {error} The conversation goes on, unsaved.")
+            if not said:
+                self.terminal.line(f"minicpm: {error} The conversation goes on, unsaved.")
 
 
 def _enough(reply: Reply, most: int | None) -> bool:

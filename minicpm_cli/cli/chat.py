@@ -25,7 +25,7 @@ from minicpm_cli.cli import completion
 from minicpm_cli.cli.adapter import refuse_another_adapter
 from minicpm_cli.cli.options import LOAD, LOOKUP, MODEL, OUTPUT, SAMPLING, Flags, examples, takes
 from minicpm_cli.cli.runtime import Invocation, standard_input, stdin_bytes
-from minicpm_cli.errors import UsageError
+from minicpm_cli.errors import FileError, UsageError
 from minicpm_cli.settings import DEFAULT, Layer, LoadOptions, Settings
 from minicpm_cli.types import SamplingParams
 
@@ -98,7 +98,7 @@ def chat(
         return _replay(invocation, again, session, flags)
     settings = _with_lookup(invocation.configure(flags))
     sessions = Sessions(settings.data_dir / "sessions")
-    name = sessions.latest() if go_on else session or sessions.fresh()
+    name = sessions.latest() if go_on else sessions.fresh() if session is None else session
     pipe = stdin_bytes()
     if pipe is None:
         standard_input()
@@ -131,6 +131,8 @@ def _replay(invocation: Invocation, again: str, session: str | None, flags: Flag
 
 def _recorded(sessions: Sessions, again: str) -> Sequence[Turn]:
     path = path_of(again)
+    if not path.is_file() and not sessions.exists(again):
+        raise FileError(f"there is no session {again!r} in {sessions.folder}, and no file {path}")
     turns = Transcript(path if path.is_file() else sessions.path(again)).read()
     if not any(turn.message.role == "user" for turn in turns):
         raise UsageError(f"there is no question in {again}")

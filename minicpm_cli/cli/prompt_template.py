@@ -126,6 +126,8 @@ class PromptTemplate:
             if _BRACES.fullmatch(place[1]):
                 return "{{"
             name, form = self._variable(place[1])
+            if form is not None and not values[name]:
+                raise UsageError(f"{self.origin}: {name} is to name a file, and is empty")
             return values[name] if form is None else read(values[name], form)
 
         return _PLACE.sub(value, text)

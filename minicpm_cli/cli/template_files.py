@@ -83,7 +83,8 @@ class TemplateFolder:
 
     def _files(self) -> Iterator[Path]:
         if self.path.is_dir():
-            yield from (path for path in self.path.iterdir() if path.suffix in SUFFIXES and _NAME.fullmatch(path.stem))
+            found = (path for path in self.path.iterdir() if path.suffix in SUFFIXES and _NAME.fullmatch(path.stem))
+            yield from (path for path in found if path.is_file())
 
     def _unknown(self, name: str) -> str:
         names = self.names()
@@ -176,7 +177,7 @@ def _toml(text: str, where: str) -> dict[str, Any]:
 
     try:
         return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise UsageError(f"{where} is not valid TOML: {error}") from None
 
 
@@ -185,7 +186,7 @@ def _yaml(text: str, where: str) -> dict[str, Any]:
 
     try:
         raw = yaml.safe_load(text) or {}
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that does not exist
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date that does not exist
         raise UsageError(f"{where} is not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(raw, dict) or not all(isinstance(key, str) for key in raw):
         raise UsageError(f"{where}: the settings above the text must be lines of `name: value`")

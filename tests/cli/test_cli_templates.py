@@ -193,6 +193,8 @@ def test_an_unknown_template_lists_the_known(cli, folder: Path) -> None:
         ("toml", "temperature = 'hot'", "temperature is 'hot'; it must be a number"),
         ("toml", "extract = 1", "extract is 1; it must be true or false"),
         ("toml", "prompt = ", "is not valid TOML: "),
+        ("toml", "prompt = " + "[" * 50_000, "is not valid TOML: "),
+        ("md", "---\nsystem: " + "[" * 5_000 + "\n---\n", "is not valid YAML: "),
         ("toml", "[variables]\nx = 1", "nothing uses the variable 'x'"),
         ("toml", "[variables]\nx = []", "the default of x is []; it must be a text"),
         ("toml", "variables = 1", "variables is 1; it must be a table"),
@@ -217,6 +219,18 @@ def test_what_cannot_work_is_said_before_anything_loads(cli, folder: Path, suffi
     assert f"template {folder / f't.{suffix}'}" in done.err
     assert said in done.err
     assert done.err.count("\n") == 1
+
+
+def test_a_file_without_a_name(cli, folder: Path) -> None:
+    (folder / "t.md").write_text("{{ path | file }}")
+    done = cli("run", "--template", "t", "path=")
+    assert (done.code, done.opened) == (2, False)
+    assert "path is to name a file, and is empty" in done.err
+
+
+def test_a_folder_is_no_template(cli, folder: Path) -> None:
+    (folder / "t.toml").mkdir()
+    assert "Did you mean" not in cli("run", "--template", "t").err
 
 
 braces = st.text(st.sampled_from("{}|\"' abfilextnpu\n"), max_size=40)

@@ -153,6 +153,8 @@ def test_a_slip_in_a_variable_is_noted_and_strangers_are_left_alone(config: Path
 def test_config_files_that_cannot_be_used(config: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"config\.toml is not valid TOML: .*line 2"):
         load(config, text="ctx = 1\nctx = \nmax_seqs = 1")
+    with pytest.raises(UsageError, match=r"config\.toml is not valid TOML: .*recursion"):
+        load(config, text="ctx = " + "[" * 50_000)
     config.write_bytes(b'model = "\xff"')
     with pytest.raises(UsageError, match="not valid TOML"):
         Settings.load({}, {}, config)
