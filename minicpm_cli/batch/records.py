@@ -227,7 +227,7 @@ def _envelope(obj: Mapping[str, Any]) -> tuple[tuple[Message, ...] | str, dict[s
 
 def _simple(obj: Mapping[str, Any], style: Style) -> tuple[tuple[Message, ...] | str, dict[str, Any]]:
     given = {name: obj[name] for name in _SAMPLING if obj.get(name) is not None}
-    if isinstance(given.get("schema"), dict):
+    if "schema" in given and not isinstance(given["schema"], str):
         given["schema"] = json.dumps(given["schema"])
     return _asked(obj, style), given
 
