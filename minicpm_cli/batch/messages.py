@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 from minicpm_cli.errors import RequestError
+from minicpm_cli.text.tools import check_results, tool_calls_of
 from minicpm_cli.types import ROLES, Message, Role
 
 
@@ -14,7 +15,9 @@ def conversation(messages: Any) -> tuple[Message, ...]:
         raise RequestError("bad_parameter", "messages is not a list of {role, content} objects")
     if not messages:
         raise RequestError("missing_prompt", "messages is empty")
-    return tuple(_message(f"messages[{i}]", m) for i, m in enumerate(messages))
+    talk = tuple(_message(f"messages[{i}]", m) for i, m in enumerate(messages))
+    check_results(talk)
+    return talk
 
 
 def unicode_text(name: str, value: Any) -> str:
@@ -34,12 +37,17 @@ def _message(where: str, raw: Any) -> Message:
     role = "system" if raw.get("role") == "developer" else raw.get("role")
     if role not in ROLES:
         raise RequestError("bad_role", f"{where}.role is {raw.get('role')!r}; it must be one of {', '.join(ROLES)}")
-    if raw.get("tool_calls"):
-        raise RequestError("bad_parameter", f"{where}.tool_calls: tool calls are not supported")
-    content = _content(f"{where}.content", raw.get("content"))
+    calls = tool_calls_of(raw.get("tool_calls"), f"{where}.tool_calls")
+    if calls and role != "assistant":
+        raise RequestError("bad_parameter", f"{where}.tool_calls: only an assistant calls")
+    silent = calls and raw.get("content") is None
+    content = "" if silent else _content(f"{where}.content", raw.get("content"))
     reasoning = raw.get("reasoning_content", raw.get("reasoning"))
     thought = None if reasoning is None else unicode_text(f"{where}.reasoning_content", reasoning)
-    return Message(cast(Role, role), content, thought)
+    answered = raw.get("tool_call_id")
+    if answered is not None:
+        answered = unicode_text(f"{where}.tool_call_id", answered)
+    return Message(cast(Role, role), content, thought, calls, answered)
 
 
 def _content(where: str, content: Any) -> str:

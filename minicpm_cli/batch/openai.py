@@ -20,7 +20,17 @@ _PASSED = frozenset(
         *("stop", "seed", "max_tokens", "think", "think_budget", "regex"),
     )
 )
-_HANDLED = frozenset(("max_completion_tokens", "logprobs", "top_logprobs", "chat_template_kwargs", "response_format"))
+_HANDLED = frozenset(
+    (
+        "tools",
+        "tool_choice",
+        "max_completion_tokens",
+        "logprobs",
+        "top_logprobs",
+        "chat_template_kwargs",
+        "response_format",
+    )
+)
 _IGNORED = frozenset(
     (
         *("messages", "prompt", "model", "user", "metadata", "store", "stream", "stream_options", "service_tier"),
@@ -33,9 +43,7 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
     "echo": (False,),
     "suffix": ("",),
     "logit_bias": ({},),
-    "tools": ([],),
     "functions": ([],),
-    "tool_choice": ("none", "auto"),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
 }

@@ -12,7 +12,8 @@ from typing import Any
 
 from minicpm_cli.batch.keys import key_hash
 from minicpm_cli.batch.records import Row, RowError
-from minicpm_cli.types import Event, FinishReason, Logprob, Usage
+from minicpm_cli.text.tools import as_json, gathered
+from minicpm_cli.types import Event, FinishReason, Logprob, ToolCallDelta, Usage
 
 # What str.splitlines() of a careless reader would split on, and what UTF-8 cannot hold.
 _ESCAPED = re.compile("[\x85\u2028\u2029\ud800-\udfff]")
@@ -30,10 +31,13 @@ class Answer:
     logprobs: list[Logprob] = field(default_factory=list)
     finish: FinishReason | None = None
     usage: Usage = Usage(0, 0)  # noqa: RUF009 (frozen)
+    pieces: list[ToolCallDelta] = field(default_factory=list)
 
     def add(self, event: Event) -> None:
         if event.text:
             (self.think if event.channel == "think" else self.text).append(event.text)
+        if event.tool_call is not None:
+            self.pieces.append(event.tool_call)
         self.logprobs.extend(event.logprobs)
         self.finish = event.finish or self.finish
         self.usage = event.usage or self.usage
@@ -67,6 +71,8 @@ def _simple(row: Row, answer: Answer, model: str, seed: int) -> _Json:
     out: _Json = {"id": row.id, "text": "".join(answer.text)}
     if answer.think:
         out["think"] = "".join(answer.think)
+    if answer.pieces:
+        out["tool_calls"] = as_json(gathered(answer.pieces))
     out["finish_reason"] = answer.finish
     out["seed"] = seed
     out["usage"] = {
@@ -109,7 +115,10 @@ def _name(kind: str, row: Row) -> str:
 
 
 def _chat_choice(answer: Answer) -> _Json:
-    message: _Json = {"role": "assistant", "content": "".join(answer.text)}
+    text = "".join(answer.text)
+    message: _Json = {"role": "assistant", "content": text or (None if answer.pieces else "")}
+    if answer.pieces:
+        message["tool_calls"] = as_json(gathered(answer.pieces))
     if answer.think:
         message["reasoning_content"] = "".join(answer.think)
     logprobs = {"content": [_chat_logprob(p) for p in answer.logprobs]} if answer.logprobs else None

@@ -16,7 +16,8 @@ from minicpm_cli.batch.keys import Id, id_key, line_key
 from minicpm_cli.batch.lines import LONGEST, Line
 from minicpm_cli.batch.messages import conversation, unicode_text
 from minicpm_cli.errors import RequestError
-from minicpm_cli.types import Message, SamplingParams, check_sampling
+from minicpm_cli.text.tools import tool_choice_of, tools_of
+from minicpm_cli.types import Message, SamplingParams, Tool, ToolChoice, check_sampling
 
 Kind = Literal["simple", "chat", "completion"]
 
@@ -34,7 +35,7 @@ CODES = (
 
 _MESSAGE_LIMIT = 500  # characters: an error row must not carry a 50 MB value back
 _SAMPLING = frozenset(SamplingParams.__dataclass_fields__)
-_SIMPLE = _SAMPLING | {"id", "custom_id", "prompt", "messages", "system"}
+_SIMPLE = _SAMPLING | {"id", "custom_id", "prompt", "messages", "system", "tools", "tool_choice"}
 _OPENAI = frozenset({"custom_id", "method", "url", "body"})
 
 
@@ -79,6 +80,8 @@ class Row:
     extra: str | None = None
     error: RowError | None = None
     size: int = 0
+    tools: tuple[Tool, ...] = ()
+    tool_choice: ToolChoice = field(default_factory=ToolChoice)
 
     @property
     def key(self) -> bytes:
@@ -106,7 +109,10 @@ def parse(line: Line, style: Style, fallback: Kind = "simple") -> Row:
         if style.keep_input:
             extra = _extra(obj, kind)
         messages, given = _simple(obj, style) if kind == "simple" else _envelope(obj)
-        return Row(number, id_, named, kind, messages, _checked(given), extra, size=size)
+        tools, choice = _tools(obj if kind == "simple" else obj["body"], messages)
+        return Row(
+            *(number, id_, named, kind, messages, _checked(given), extra), size=size, tools=tools, tool_choice=choice
+        )
     except RequestError as e:
         error = RowError.of(e)
     except RecursionError:
@@ -223,6 +229,13 @@ def _checked(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _envelope(obj: Mapping[str, Any]) -> tuple[tuple[Message, ...] | str, dict[str, Any]]:
     return openai.request(obj)
+
+
+def _tools(asked: Mapping[str, Any], messages: tuple[Message, ...] | str) -> tuple[tuple[Tool, ...], ToolChoice]:
+    tools = tools_of(asked.get("tools"))
+    if tools and isinstance(messages, str):
+        raise RequestError("bad_parameter", "tools: a raw prompt has no place for them; send messages")
+    return tools, tool_choice_of(asked.get("tool_choice"), tools)
 
 
 def _simple(obj: Mapping[str, Any], style: Style) -> tuple[tuple[Message, ...] | str, dict[str, Any]]:

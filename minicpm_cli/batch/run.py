@@ -183,11 +183,12 @@ class _Run:
             params = base.checked(row.given)
             seed = row.given.get("seed")
             params = replace(params, seed=row_seed(self._job.seed, row.key) if seed is None else seed)
-            request = llm.encoded(Request(str(row.line), row.messages, params))
+            asked = Request(str(row.line), row.messages, params, tools=row.tools, tool_choice=row.tool_choice)
+            request = llm.encoded(asked)
         except Exception as error:  # noqa: BLE001 - whatever one row does to a template or tokenizer is that row's error
             return row.failed(error)
         ids = request.ids or ()
-        return Ready(replace(row, messages=()), request, row.size + 4 * len(ids), prefix_chain(ids))
+        return Ready(replace(row, messages=(), tools=()), request, row.size + 4 * len(ids), prefix_chain(ids))
 
     def _requests(self, feed: Feed) -> Iterator[Request | None]:
         for item in feed.items(idle=lambda: not self._open):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from minicpm_cli.errors import RequestError
-from minicpm_cli.types import Message, Tool, ToolCall, ToolChoice
+from minicpm_cli.types import Message, Tool, ToolCall, ToolCallDelta, ToolChoice
 
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _DEPTH = 64  # of objects and lists in a schema
@@ -63,6 +64,25 @@ def check_results(messages: Sequence[Message], where: str = "messages") -> None:
         made |= {call.id for call in message.tool_calls}
         if message.tool_call_id is not None and message.tool_call_id not in made:
             _refuse(f"{where}[{i}].tool_call_id", f"is {message.tool_call_id!r}; no call before it has this id")
+
+
+def gathered(pieces: Iterable[ToolCallDelta]) -> tuple[ToolCall, ...]:
+    """The calls that came in these pieces."""
+    calls: list[ToolCall] = []
+    for piece in pieces:
+        if piece.index == len(calls):
+            calls.append(ToolCall(piece.id or "", piece.name or "", ""))
+        call = calls[piece.index]
+        calls[piece.index] = replace(call, arguments=call.arguments + piece.arguments)
+    return tuple(calls)
+
+
+def as_json(calls: Iterable[ToolCall]) -> list[dict[str, Any]]:
+    """In OpenAI's shape."""
+    return [
+        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        for call in calls
+    ]
 
 
 def _tool(raw: Any, where: str) -> Tool:
