@@ -16,7 +16,7 @@ from minicpm_cli.chat.code_block import last_code_block
 from minicpm_cli.chat.conversation import Messages
 from minicpm_cli.chat.overflow import without
 from minicpm_cli.chat.sessions import SUFFIX, Transcript
-from minicpm_cli.errors import ContextOverflow, FileError, UsageError
+from minicpm_cli.errors import FileError, UsageError
 from minicpm_cli.types import Message
 
 _FORCE = "-f"
@@ -77,7 +77,8 @@ def attach(chat: Chat, argument: str) -> None:
     if argument in ("", "-"):
         for name, text in chat.attached:
             chat.terminal.line(f"{name}: {_tokens(chat, [(name, text)])} tokens")
-        chat.terminal.line("/file FILE sends a text file with your next question" if not chat.attached else "")
+        if not chat.attached:
+            chat.terminal.line("/file FILE sends a text file with your next question")
 
 
 def copy(chat: Chat, argument: str) -> None:
@@ -145,7 +146,10 @@ def _attach(chat: Chat, path: Path) -> None:
     tokens, left = _tokens(chat, [one]), chat.room() - _tokens(chat, chat.attached)
     held = f"the context of {chat.llm.info.context}"
     if tokens >= chat.llm.info.context:
-        raise ContextOverflow(tokens, 1, chat.llm.info.context)
+        raise UsageError(
+            f"{path} is too long: its {len(one[1]):,} characters do not fit {held} tokens. "
+            "Send a part of it, or raise --ctx."
+        )
     chat.attached.append(one)
     chat.terminal.line(f"{path}: {tokens:,} tokens ({len(one[1]):,} characters); it goes with your next question")
     if tokens >= left:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -16,6 +16,7 @@ from minicpm_cli.chat import repl
 from minicpm_cli.chat.attach import path_of
 from minicpm_cli.chat.chat import Chat
 from minicpm_cli.chat.conversation import Turn
+from minicpm_cli.chat.keyboard import unechoed
 from minicpm_cli.chat.lines import DumbLines, Lines, PipedLines, TypedLines
 from minicpm_cli.chat.made import Source
 from minicpm_cli.chat.overflow import OVERFLOWS
@@ -157,11 +158,13 @@ def _tell_changes(one: Chat, source: Source) -> None:
 
 @contextmanager
 def _chat(invocation: Invocation, settings: Settings, sessions: Sessions, name: str) -> Iterator[Chat]:
-    """The session is claimed and read before the model is loaded."""
+    """The session is claimed and read before the model is loaded. What is typed meanwhile waits for the prompt."""
     with sessions.claim(name) as claim:
         talk = sessions.open(name)
         refuse_another_adapter(talk.turns, settings)
-        with invocation.model(settings) as llm:
+        with ExitStack() as loaded:
+            with unechoed():
+                llm = loaded.enter_context(invocation.model(settings))
             source = Source.of(llm.info, _lasting(settings.options.model), _chosen(settings))
             one = Chat(llm, invocation.terminal, sessions, talk, name, source=source, claim=claim)
             try:

@@ -13,7 +13,7 @@ from fakes import FakeLLM, rendered
 from minicpm_cli.chat import commands, repl
 from minicpm_cli.chat.commands import COMMANDS
 from minicpm_cli.chat.lines import PipedLines
-from minicpm_cli.errors import ContextOverflow, FileError, UsageError
+from minicpm_cli.errors import FileError, UsageError
 from minicpm_cli.llm.info import Speculated
 from minicpm_cli.types import Message
 
@@ -342,7 +342,7 @@ def test_a_file_that_does_not_fit_is_refused_or_said_before_it_is_sent(make: Mak
     (tmp_path / "big.txt").write_text("x " * 50)
     (tmp_path / "small.txt").write_text("x " * 20)
     chat = make(FakeLLM(context=40, answer=lambda request: "ok"))
-    with pytest.raises(ContextOverflow):
+    with pytest.raises(UsageError, match="100 characters do not fit the context of 40 tokens. Send a part"):
         commands.run(chat, f"/file {tmp_path}/big.txt")
     assert chat.attached == []
     chat.say(" ".join("y" * 20))
