@@ -3,18 +3,16 @@
 A row is handed to the system whole and at once: a killed process loses no row that it reported. It is fsynced within
 a second or two (a power cut loses the rows of that time at most), in a thread: a slow disk would keep a GPU waiting.
 Whatever goes wrong in a write, the file is cut back to its last complete row; whatever could not even be cut is cut
-when the next run opens it.
+when the next run opens it. A file that another program writes to is never cut.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import time
 from array import array
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,9 +20,9 @@ from typing import IO, Any, BinaryIO, Protocol
 
 from minicpm_cli.batch.files import failed, replace_file
 from minicpm_cli.batch.keys import HashSet, Id, id_key, key_hash, line_key
+from minicpm_cli.batch.syncs import Syncs
 from minicpm_cli.errors import FileError
 
-_SYNC_SECONDS = 1.0
 _DECODER = json.JSONDecoder()  # json.loads of bytes takes half as long again
 
 
@@ -52,15 +50,21 @@ class Journal:
         except OSError as e:
             raise failed("write", path, e) from e
         self._path = path
-        self._synced = time.monotonic()
-        self._syncer = ThreadPoolExecutor(1, "batch-sync")
-        self._sync: Future[None] | None = None
+        self._torn = False  # a row is being written, or could not be
+        self._syncs = Syncs(self._file.fileno())
+        self._looked = 0
 
     def append(self, row: bytes) -> None:
         try:
+            self._syncs.check()
+            self._torn = True
             write_all(self._file, row)
             self._end += len(row)
-            self._sync_now_and_then()
+            self._torn = False
+            if self._looked != self._syncs.done:
+                self._looked = self._syncs.done
+                self._still_there()
+            self._syncs.want()
         except OSError as e:
             self._cut()
             raise failed("write", self._path, e) from e
@@ -71,28 +75,23 @@ class Journal:
             return
         try:
             self._cut()
-            self._syncer.shutdown()
-            if self._sync is not None:
-                self._sync.result()  # the system tells an error of this kind once
+            self._syncs.close()
+            self._syncs.check()  # the system tells an error of this kind once
             os.fsync(self._file.fileno())
             self._still_there()
         except OSError as e:
             raise failed("write", self._path, e) from e
         finally:
+            self._syncs.close()
             self._file.close()
-
-    def _sync_now_and_then(self) -> None:
-        """One at a time. Raises what the last one met."""
-        now = time.monotonic()
-        if now - self._synced < _SYNC_SECONDS or (self._sync is not None and not self._sync.done()):
-            return
-        if self._sync is not None:
-            self._sync.result()
-        self._still_there()
-        self._synced, self._sync = now, self._syncer.submit(os.fsync, self._file.fileno())
 
     def _still_there(self) -> None:
         ours = os.fstat(self._file.fileno())
+        if ours.st_size != self._end and not self._torn:
+            raise FileError(
+                f"{self._path} was changed by another program while it was being written: it has {ours.st_size} bytes "
+                f"instead of {self._end}. Stop that program, look at the file, and run the same command again."
+            )
         try:
             named = os.stat(self._path)
         except FileNotFoundError:
@@ -104,9 +103,12 @@ class Journal:
             )
 
     def _cut(self) -> None:
+        if not self._torn:
+            return
         with suppress(OSError):
             if os.fstat(self._file.fileno()).st_size > self._end:
                 self._file.truncate(self._end)
+            self._torn = False
 
 
 class StreamOutput:

@@ -88,4 +88,4 @@ def _distinct(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 def repeated(hashes: array[int]) -> set[int]:
     """The values that occur more than once, 0 aside."""
     ordered = np.sort(np.frombuffer(hashes, dtype=np.uint64))
-    return {int(v) for v in np.unique(ordered[1:][ordered[1:] == ordered[:-1]])} - {0}
+    return set(ordered[1:][ordered[1:] == ordered[:-1]].tolist()) - {0}

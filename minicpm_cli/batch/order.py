@@ -20,20 +20,22 @@ from minicpm_cli.batch.lines import read_lines
 from minicpm_cli.batch.records import read_keys
 
 WINDOW = 1024  # rows; more than any engine seats at once
+BYTES = 64 << 20  # of finished rows; with log-probabilities one may take megabytes
 
 
 class InOrder:
     """Every row `enter`s in order and `leave`s in any; `output` gets them as they entered."""
 
-    def __init__(self, output: Output, window: int = WINDOW) -> None:
-        self._output, self._window = output, window
+    def __init__(self, output: Output, window: int = WINDOW, size: int = BYTES) -> None:
+        self._output, self._window, self._size = output, window, size
         self._waiting: deque[int] = deque()
         self._ready: dict[int, bytes] = {}
+        self._bytes = 0
 
     @property
     def full(self) -> bool:
         """No further row may enter until the oldest has left."""
-        return len(self._waiting) >= self._window
+        return len(self._waiting) >= self._window or self._bytes >= self._size
 
     @property
     def held(self) -> int:
@@ -45,8 +47,11 @@ class InOrder:
 
     def leave(self, line: int, row: bytes) -> None:
         self._ready[line] = row
+        self._bytes += len(row)
         while self._waiting and self._waiting[0] in self._ready:
-            self._output.append(self._ready.pop(self._waiting[0]))
+            first = self._ready.pop(self._waiting[0])
+            self._bytes -= len(first)
+            self._output.append(first)
             self._waiting.popleft()
 
 

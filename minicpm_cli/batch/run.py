@@ -194,6 +194,7 @@ class _Run:
         for item in feed.items(idle=lambda: not self._open):
             if isinstance(item, Row):
                 self._fail(item)
+                feed.wake()
             elif item is None:
                 yield None
             else:

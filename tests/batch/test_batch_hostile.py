@@ -8,19 +8,25 @@ import os
 import stat
 import subprocess
 import sys
+import threading
 from array import array
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from batch_tools import prompts, rows, run, write_lines
 
+from fakes import FakeLLM
 from minicpm_cli.batch import lines as lines_module
 from minicpm_cli.batch import rows as rows_module
+from minicpm_cli.batch.journal import Journal
 from minicpm_cli.batch.keys import HashSet
 from minicpm_cli.batch.lines import Line, raw_lines, read_lines
+from minicpm_cli.batch.order import InOrder
 from minicpm_cli.batch.records import Style, parse
 from minicpm_cli.errors import FileError, UsageError
+from minicpm_cli.types import Request
 
 
 @pytest.fixture
@@ -265,3 +271,67 @@ def test_closed_streams(tmp_path: Path, out: Path) -> None:
         tmp_path / "log",
     )
     assert done.stdout.startswith("before\n{")
+
+
+# ---- the output in other hands --------------------------------------------------------------------------------------
+
+
+def _meddled(tmp_path: Path, out: Path, meddle: Callable[[], object]) -> None:
+    source = write_lines(tmp_path / "in", prompts(20))
+
+    def answer(request: Request) -> str:
+        if request.id == "9":
+            meddle()
+        return "ok"
+
+    with pytest.raises(FileError, match="changed by another program"):
+        run(source, out, FakeLLM(answer=answer))
+
+
+def test_a_line_that_another_program_appends_costs_no_row(tmp_path: Path, out: Path) -> None:
+    """At the end so many bytes of the last rows were cut off, and the run called itself a success."""
+
+    def append() -> None:
+        with open(out, "ab") as f:
+            f.write(b'{"id": "mine", "text": "a note"}\n')
+
+    _meddled(tmp_path, out, append)
+    assert len(rows(out)) == 21
+    assert run(tmp_path / "in", out).skipped == 20
+
+
+def test_an_output_that_is_emptied_is_noticed(tmp_path: Path, out: Path) -> None:
+    _meddled(tmp_path, out, lambda: os.truncate(out, 0))
+    assert run(tmp_path / "in", out).ok > 0
+    assert len({row["id"] for row in rows(out)}) == 20
+
+
+def test_a_row_reaches_the_disk_though_none_follows(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced = threading.Event()
+    real = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: (real(fd), synced.set()))
+    monkeypatch.setattr("minicpm_cli.batch.syncs.SECONDS", 0.05)
+    journal = Journal(out)
+    for row in (b"one\n", b"two\n"):
+        journal.append(row)
+    assert synced.wait(10)
+    synced.clear()
+    journal.append(b"three\n")
+    assert synced.wait(10)
+    journal.close()
+
+
+def test_rows_that_wait_for_their_turn_are_bounded_in_bytes() -> None:
+    class Rows(list[bytes]):
+        def close(self) -> None: ...
+
+    output = Rows()
+    order = InOrder(output, window=100, size=1000)
+    for line in range(5):
+        order.enter(line)
+    for line in (1, 2, 3):
+        order.leave(line, b"x" * 400)
+    assert order.full
+    order.leave(0, b"first")
+    assert not order.full
+    assert [len(row) for row in output] == [5, 400, 400, 400]

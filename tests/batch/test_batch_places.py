@@ -14,7 +14,6 @@ import pytest
 from batch_tools import no_model, prompts, rows, run, write_lines
 
 from fakes import FakeLLM
-from minicpm_cli.batch import journal as journal_module
 from minicpm_cli.batch.files import replace_file
 from minicpm_cli.batch.manifest import manifest_path
 from minicpm_cli.batch.options import BatchOptions
@@ -132,7 +131,7 @@ def test_what_a_killed_replacement_left_is_removed(source: Path, out: Path) -> N
 
 def test_an_error_of_the_disk_that_comes_late_is_told(source: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some file systems say only at the next sync that a write could not be done."""
-    monkeypatch.setattr(journal_module, "_SYNC_SECONDS", 0.0)
+    monkeypatch.setattr("minicpm_cli.batch.syncs.SECONDS", 0.0)
     calls: list[int] = []
 
     def fsync(descriptor: int) -> None:
