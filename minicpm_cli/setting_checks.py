@@ -17,6 +17,7 @@ from minicpm_cli.types import check_sampling
 
 DEVICE_PATTERN = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
 PROFILE_PATTERN = re.compile(r"[\w-]{1,100}")
+SERVER_PATTERN = re.compile(r"(https?://)?[\w.\-\[\]:%]+(:\d{1,5})?(/\S*)?")
 TEMPLATES = ("auto", "chatml", "minicpm")
 _LARGEST = 2**31 - 1
 _WORDS: Mapping[str, bool] = MappingProxyType(
@@ -78,6 +79,14 @@ def switch(value: Any) -> bool:
 def text(value: Any) -> str:
     if not isinstance(value, str | os.PathLike) or not str(value):
         raise ValueError("a non-empty string")
+    return str(value)
+
+
+def server(value: Any) -> str | None:
+    if value == "none":
+        return None
+    if not SERVER_PATTERN.fullmatch(text(value)):
+        raise ValueError("an address such as http://127.0.0.1:8000, or none")
     return str(value)
 
 

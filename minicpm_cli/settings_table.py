@@ -17,6 +17,7 @@ from minicpm_cli.types import SamplingParams
 APP = "minicpm-cli"
 DEFAULT_MODEL = "demo"
 PROFILE = "profile"
+SECRET = ("api_key",)  # not for screens that others see
 OWN = ("threads", "cache_dir", "data_dir", "color", "plain", "quiet", "verbose")
 
 
@@ -44,6 +45,8 @@ class LoadOptions:
     lora: str | None = None
     max_batch_tokens: int | None = None
     lookup: int | None = 0
+    server: str | None = None  # asked instead, where commands can do without weights of their own
+    api_key: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +113,8 @@ def _entries() -> Iterator[Entry]:
     yield _load("lora", checks.directory)
     yield _load("max_batch_tokens", whole)
     yield _load("lookup", checks.whole(0, 32))
+    yield _load("server", checks.server)
+    yield _load("api_key", checks.text)
     for parameter in fields(SamplingParams):
         yield Entry(
             parameter.name, checks.sampling(parameter.name), choices=switch if parameter.name == "think" else ()

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from minicpm_cli.cli.fleet import crew, fleet
-from minicpm_cli.cli.options import LOAD, LOGPROBS, LOOKUP, MODEL, OUTPUT, SAMPLING, Flags, examples, takes
+from minicpm_cli.cli.options import LOAD, LOGPROBS, LOOKUP, MODEL, OUTPUT, SAMPLING, SERVER, Flags, examples, takes
 from minicpm_cli.cli.runtime import Invocation
 from minicpm_cli.llm.info import LanguageModel
 from minicpm_cli.settings import Settings
@@ -29,7 +29,7 @@ def register(app: typer.Typer) -> None:
     app.command("batch", epilog=_EXAMPLES)(batch)
 
 
-@takes(MODEL, LOAD, LOOKUP, SAMPLING, LOGPROBS, OUTPUT)
+@takes(MODEL, SERVER, LOAD, LOOKUP, SAMPLING, LOGPROBS, OUTPUT)
 def batch(
     context: typer.Context,
     source: Annotated[str, typer.Argument(metavar="IN", help="JSON lines, one request each; - is stdin.")],
@@ -101,6 +101,8 @@ def _asked_for(settings: Settings) -> dict[str, Any]:
 
 def _identity(settings: Settings) -> dict[str, Any]:
     """Which model, adapter and template the names stand for now; nothing is fetched for it."""
+    if settings.options.server is not None:
+        return {"server": settings.options.server}
     from minicpm_cli.hub import identify
     from minicpm_cli.hub.identity import written
     from minicpm_cli.model.lora_files import identity

@@ -24,7 +24,7 @@ from minicpm_cli.chat.replay import replay
 from minicpm_cli.chat.sessions import Sessions, Transcript, beginning
 from minicpm_cli.cli import completion
 from minicpm_cli.cli.adapter import refuse_another_adapter
-from minicpm_cli.cli.options import LOAD, LOOKUP, MODEL, OUTPUT, SAMPLING, Flags, examples, takes
+from minicpm_cli.cli.options import LOAD, LOOKUP, MODEL, OUTPUT, SAMPLING, SERVER, Flags, examples, takes
 from minicpm_cli.cli.runtime import Invocation, standard_input, stdin_bytes
 from minicpm_cli.errors import FileError, UsageError
 from minicpm_cli.settings import DEFAULT, Layer, LoadOptions, Settings
@@ -58,7 +58,7 @@ def register(app: typer.Typer) -> None:
     app.command("chat", epilog=_EXAMPLES)(chat)
 
 
-@takes(MODEL, LOAD, LOOKUP, SAMPLING, OUTPUT)
+@takes(MODEL, SERVER, LOAD, LOOKUP, SAMPLING, OUTPUT)
 def chat(
     context: typer.Context,
     *,

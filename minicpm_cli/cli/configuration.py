@@ -16,7 +16,7 @@ from minicpm_cli.cli.tables import show_records
 from minicpm_cli.errors import UsageError
 from minicpm_cli.settings import DEFAULT, Settings, config_path
 from minicpm_cli.settings_file import ConfigFile
-from minicpm_cli.settings_table import ENTRIES, known
+from minicpm_cli.settings_table import ENTRIES, SECRET, known
 
 _EXAMPLES = examples(
     "minicpm config",
@@ -65,8 +65,9 @@ def config(
         return
     settings = invocation.configure(flags)
     terminal = invocation.terminal
-    values = {row.name: {"value": _plain(row.value), "origin": row.origin} for row in settings.rows}
-    rows = [(row.name, _text(row.value), row.origin) for row in settings.rows]
+    shown = [replace(row, value="***") if row.name in SECRET and row.value else row for row in settings.rows]
+    values = {row.name: {"value": _plain(row.value), "origin": row.origin} for row in shown}
+    rows = [(row.name, _text(row.value), row.origin) for row in shown]
     show_records(terminal, values, ("setting", "value", "origin"), rows, as_json=as_json)
     if not as_json:
         terminal.note(f"the config file is {settings.config_path}" + _absent(settings.config_path.exists()))

@@ -17,7 +17,9 @@ DEMO = (
 
 
 def open_llm(settings: Settings, terminal: Terminal) -> LanguageModel:
-    """Fetches what is missing, loads the weights."""
+    """Fetches what is missing, loads the weights; or reaches the server that has them."""
+    if settings.options.server is not None:
+        return _served(settings, settings.options.server)
     _say_demo(settings, terminal)
     from minicpm_cli.llm.warm import heard_interrupts, warm_up, without_collector
 
@@ -49,12 +51,21 @@ def open_llm(settings: Settings, terminal: Terminal) -> LanguageModel:
 
 def open_prompts(settings: Settings, terminal: Terminal) -> Prompts:
     """Tokenizer, template and config; no weights are read."""
+    if settings.options.server is not None:
+        return _served(settings, settings.options.server)
     _say_demo(settings, terminal)
     with ProgressLine(terminal) as progress:
         files = files_of(settings, progress)
     from minicpm_cli.llm.prompter import Prompter
 
     return Prompter.open(settings.options, files)
+
+
+def _served(settings: Settings, url: str) -> LanguageModel:
+    from minicpm_cli.llm.remote import RemoteLLM
+
+    model = None if settings.model_is_default else settings.options.model
+    return RemoteLLM.open(url, settings.options.api_key, model, settings.sampling)
 
 
 def _say_demo(settings: Settings, terminal: Terminal) -> None:

@@ -66,6 +66,13 @@ ADAPTER = (
     ),
 )
 LOAD = (*PLACE, *PACKING, *ADAPTER)
+API_KEY = (
+    _option("api_key", str, "The server's key; MINICPM_API_KEY keeps it out of sight.", "--api-key", metavar="KEY"),
+)
+SERVER = (
+    _option("server", str, "Ask this OpenAI-compatible server; no model is loaded here.", "--server", metavar="URL"),
+    *API_KEY,
+)
 LOOKUP = (
     _option(
         "lookup",

@@ -19,7 +19,7 @@ from minicpm_cli.chat.sessions import Sessions
 from minicpm_cli.cli import completion, reading
 from minicpm_cli.cli.adapter import refuse_another_adapter
 from minicpm_cli.cli.answering import Form, answer, finish
-from minicpm_cli.cli.options import LOAD, LOGPROBS, LOOKUP, MODEL, OUTPUT, SAMPLING, Flags, examples, takes
+from minicpm_cli.cli.options import LOAD, LOGPROBS, LOOKUP, MODEL, OUTPUT, SAMPLING, SERVER, Flags, examples, takes
 from minicpm_cli.cli.prompt_template import PromptTemplate
 from minicpm_cli.cli.runtime import Invocation, stdin_bytes
 from minicpm_cli.cli.template_files import TemplateFolder
@@ -66,7 +66,7 @@ def register(app: typer.Typer) -> None:
     app.command("run", epilog=_EXAMPLES)(run)
 
 
-@takes(MODEL, LOAD, LOOKUP, SAMPLING, LOGPROBS, OUTPUT)
+@takes(MODEL, SERVER, LOAD, LOOKUP, SAMPLING, LOGPROBS, OUTPUT)
 def run(
     context: typer.Context,
     prompt: Annotated[

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from contextlib import closing
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from minicpm_cli.cli.options import LOAD, LOOKUP, MODEL, OUTPUT, SAMPLING, Flags, examples, takes
+from minicpm_cli.cli.options import API_KEY, LOAD, LOOKUP, MODEL, OUTPUT, SAMPLING, Flags, examples, takes
 from minicpm_cli.cli.runtime import Invocation
-from minicpm_cli.errors import Interrupted, UsageError
+from minicpm_cli.errors import Interrupted
 from minicpm_cli.settings import Settings
 
 if TYPE_CHECKING:
@@ -35,15 +36,12 @@ def register(app: typer.Typer) -> None:
     app.command("serve", epilog=_EXAMPLES)(serve)
 
 
-@takes(MODEL, LOAD, LOOKUP, SAMPLING, OUTPUT)
+@takes(API_KEY, MODEL, LOAD, LOOKUP, SAMPLING, OUTPUT)
 def serve(
     context: typer.Context,
     *,
     host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0: all of this machine's.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 takes a free one.", min=0, max=65535)] = 8000,
-    api_key: Annotated[
-        str | None, typer.Option(help="Key that clients have to send.", metavar="KEY", envvar="MINICPM_API_KEY")
-    ] = None,
     served_model_name: Annotated[
         list[str] | None, typer.Option(help="What clients call the model; repeatable.", metavar="NAME")
     ] = None,
@@ -63,8 +61,8 @@ def serve(
 
     invocation: Invocation = context.obj
     settings = invocation.configure(flags)
-    if api_key == "":
-        raise UsageError("--api-key is empty; leave it out, or give a key")
+    settings = replace(settings, options=replace(settings.options, server=None))  # it is one, whom others ask
+    api_key = settings.options.api_key
     with closing(bind(host, port)) as sock:
         if api_key is None and not host.startswith(_LOOPBACK):
             invocation.terminal.note(f"anybody who reaches {host} can ask this server; --api-key KEY asks for a key")

@@ -1,0 +1,218 @@
+"""HTTP to a server that speaks as OpenAI does: what is sent, what comes back, and what a refusal means."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import time
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any
+from urllib.parse import urlsplit
+
+from minicpm_cli.errors import MinicpmError, ModelError, RequestError, UsageError
+from minicpm_cli.types import Event, FinishReason, Message, Request, SamplingParams, Timings, Usage
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+_CONNECT = 10.0  # seconds
+_BUSY = (429, 503)
+_SENT = (
+    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("max_tokens", "seed", "regex", "think_budget"),
+)
+_FINISHES: Mapping[str, FinishReason] = {
+    "length": "length",
+    "tool_calls": "tool_calls",
+    "malformed_tool_call": "malformed_tool_call",
+}
+
+
+class Gone(ModelError):
+    """No server, or not any more."""
+
+
+class Refusal(Exception):
+    """The server's answer to a request that it does not take."""
+
+    def __init__(self, status: int, message: str, code: str | None, seconds: float) -> None:
+        super().__init__(message)
+        self.status, self.message, self.code, self.seconds = status, message, code, seconds
+
+    @property
+    def busy(self) -> bool:
+        return self.status in _BUSY
+
+    def error(self) -> MinicpmError:
+        """What that is to whoever asked. 4xx is the request's own fault, but for keys and paths."""
+        if self.code == "context_length_exceeded":
+            return RequestError("context_overflow", self.message)
+        if self.status in (400, 413, 422):
+            return RequestError("bad_parameter", self.message)
+        return Gone(f"the server says: {self.message} (HTTP {self.status})")
+
+
+class Lines:
+    """The lines of an answer that is still coming; `cut` may come from another thread."""
+
+    def __init__(self, connection: http.client.HTTPConnection, response: http.client.HTTPResponse) -> None:
+        self._connection, self._response = connection, response
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self._response)
+
+    def cut(self) -> None:
+        if (sock := self._connection.sock) is not None:
+            sock.shutdown(socket.SHUT_RDWR)
+
+
+class Wire:
+    """A server by its address, with or without the /v1 of OpenAI's clients."""
+
+    def __init__(self, url: str, key: str | None) -> None:
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise UsageError(f"--server is {url!r}; it must be an address such as http://127.0.0.1:8000")
+        self.url, self._host, self._secure = url, parts.netloc.rpartition("@")[2], parts.scheme == "https"
+        self._base = parts.path.rstrip("/").removesuffix("/v1")
+        self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+
+    def get(self, path: str) -> dict[str, Any]:
+        with self._call("GET", path, None) as (_, response):
+            return self._object(response.read())
+
+    def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Raises Refusal, and Gone where nobody answers."""
+        with self._call("POST", path, body) as (_, response):
+            return self._object(response.read())
+
+    @contextmanager
+    def stream(self, path: str, body: Mapping[str, Any]) -> Iterator[Lines]:
+        """Raises Refusal, and Gone where nobody answers."""
+        with self._call("POST", path, body) as (connection, response):
+            yield Lines(connection, response)
+
+    @contextmanager
+    def _call(
+        self, method: str, path: str, body: Mapping[str, Any] | None
+    ) -> Iterator[tuple[http.client.HTTPConnection, http.client.HTTPResponse]]:
+        kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
+        connection = kind(self._host, timeout=_CONNECT)
+        try:
+            connection.connect()
+            connection.sock.settimeout(None)  # a queue may take its time
+            raw = None if body is None else json.dumps(body).encode()
+            connection.request(method, self._base + path, raw, self._headers)
+            with connection.getresponse() as response:
+                if response.status != http.HTTPStatus.OK:
+                    raise _refusal(response)
+                yield connection, response
+        except (OSError, http.client.HTTPException) as error:
+            raise Gone(
+                f"no server answers at {self.url}: {str(error) or type(error).__name__}. Is it running (minicpm serve)?"
+            ) from None
+        finally:
+            connection.close()
+
+    def _object(self, raw: bytes) -> dict[str, Any]:
+        with suppress(ValueError):
+            if isinstance(found := json.loads(raw), dict):
+                return found
+        raise Gone(f"{self.url} is no server of this kind: its answer is no JSON object")
+
+
+def _refusal(response: http.client.HTTPResponse) -> Refusal:
+    raw = response.read().decode("utf-8", "replace")
+    message, code = raw[:200] or response.reason, None
+    with suppress(ValueError, TypeError, KeyError):
+        error = json.loads(raw)["error"]
+        message, code = str(error["message"]), error.get("code")
+    after = response.getheader("Retry-After") or ""
+    return Refusal(response.status, message, code, float(after) if after.isdigit() else 1.0)
+
+
+# ---- what is sent -------------------------------------------------------------------------------------------------
+
+
+def body_of(request: Request, model: str, given: Collection[str]) -> tuple[str, dict[str, Any]]:
+    """The path and the body of a streamed request; of its sampling values those in `given`, and those that differ from
+    the plain ones. Raises RequestError for what cannot be sent.
+    """
+    if request.params.logprobs is not None:
+        raise RequestError("bad_parameter", "--logprobs cannot be asked of a server: it does not say its tokens' ids")
+    if request.prefill and not isinstance(request.messages, str):
+        raise RequestError("bad_parameter", "--prefill cannot be sent to a server, which writes whole answers")
+    body: dict[str, Any] = {"model": model, "stream": True, "stream_options": {"include_usage": True}}
+    plain = SamplingParams()
+    for name in _SENT:
+        value = getattr(request.params, name)
+        if value is not None and (name in given or value != getattr(plain, name)):
+            body[name] = value
+    body |= _constraints(request.params)
+    if isinstance(request.messages, str):
+        return COMPLETIONS, body | {"prompt": request.messages + request.prefill}
+    return CHAT, body | {"messages": [_message(message) for message in request.messages]}
+
+
+def _constraints(params: SamplingParams) -> dict[str, Any]:
+    body: dict[str, Any] = {"stop": list(params.stop)} if params.stop else {}
+    if params.think is not None:
+        body["chat_template_kwargs"] = {"enable_thinking": params.think}
+    if params.schema is not None:
+        schema = {"name": "answer", "schema": json.loads(params.schema)}
+        body["response_format"] = {"type": "json_schema", "json_schema": schema}
+    return body
+
+
+def _message(message: Message) -> dict[str, Any]:
+    thought = {} if message.reasoning is None else {"reasoning_content": message.reasoning}
+    return {"role": message.role, "content": message.content} | thought
+
+
+# ---- what comes back ----------------------------------------------------------------------------------------------
+
+
+def events_of(request: Request, lines: Iterator[bytes] | Lines, begun: float) -> Iterator[Event]:
+    """The events of a stream. Raises Gone where it ends before its time, RequestError for an error in it."""
+    first: float | None = None
+    finish: FinishReason | None = None
+    usage = Usage(0, 0)
+    for chunk in _chunks(lines):
+        if "error" in chunk:
+            raise RequestError("internal", f"the server says: {chunk['error'].get('message', chunk['error'])}")
+        usage = _usage(chunk.get("usage")) or usage
+        for choice in chunk.get("choices") or ():
+            for event in _pieces(request.id, choice):
+                first = first or time.monotonic()
+                yield event
+            if (why := choice.get("finish_reason")) is not None:
+                finish = _FINISHES.get(why, "stop")
+    if finish is None:
+        raise Gone("the server ended before its answer did")
+    now = time.monotonic()
+    timings = Timings(0.0, (first or now) - begun, now - begun)
+    yield Event(request.id, finish=finish, usage=usage, timings=timings, seed=request.params.seed)
+
+
+def _chunks(lines: Iterator[bytes] | Lines) -> Iterator[dict[str, Any]]:
+    for line in lines:
+        data = line.strip().removeprefix(b"data:").strip()
+        if data == b"[DONE]":
+            return
+        if line.startswith(b"data:") and data:
+            yield json.loads(data)
+
+
+def _pieces(ident: str, choice: Mapping[str, Any]) -> Iterator[Event]:
+    delta = choice.get("delta") or {}
+    if thought := delta.get("reasoning_content") or delta.get("reasoning"):
+        yield Event(ident, thought, "think")
+    if text := delta.get("content") or choice.get("text"):
+        yield Event(ident, text)
+
+
+def _usage(raw: Any) -> Usage | None:
+    if not isinstance(raw, dict):
+        return None
+    cached = (raw.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    return Usage(raw.get("prompt_tokens", 0), raw.get("completion_tokens", 0), cached)
