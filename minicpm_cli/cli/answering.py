@@ -15,6 +15,7 @@ from minicpm_cli.chat.view import PlainView
 from minicpm_cli.llm.info import LanguageModel
 from minicpm_cli.types import Request
 
+_LEAST_LOGPROB = -9999.0  # JSON has no -inf; OpenAI writes this number
 _GONE = select.POLLERR | select.POLLHUP if hasattr(select, "poll") else 0
 
 
@@ -74,7 +75,7 @@ def record(llm: LanguageModel, request: Request, reply: Reply) -> dict[str, Any]
     usage, timings = reply.usage, reply.timings
     assert usage is not None, "a reply that ended has both"
     assert timings is not None
-    logprobs = [{"token": t.token, "logprob": t.logprob, "top": t.top} for t in reply.logprobs]
+    logprobs = _logprobs(llm, reply)
     return {
         "id": request.id,
         "model": llm.info.name,
@@ -97,6 +98,21 @@ def record(llm: LanguageModel, request: Request, reply: Reply) -> dict[str, Any]
         **({"think_budget_spent": True} if reply.thought_out else {}),
         **({"logprobs": logprobs} if logprobs else {}),
     }
+
+
+def _logprobs(llm: LanguageModel, reply: Reply) -> list[dict[str, Any]]:
+    """Each token with its text; each of its rivals as its id, its log-probability and its text."""
+    ids = {token for place in reply.logprobs for token in (place.token, *(rival for rival, _ in place.top))}
+    texts = dict(llm.pieces(sorted(ids)))
+    return [
+        {
+            "token": place.token,
+            "text": texts[place.token],
+            "logprob": max(place.logprob, _LEAST_LOGPROB),
+            "top": [[rival, max(logprob, _LEAST_LOGPROB), texts[rival]] for rival, logprob in place.top],
+        }
+        for place in reply.logprobs
+    ]
 
 
 def reader_gone(stream: TextIO) -> bool:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
+from collections.abc import Generator, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from fakes import FakeLLM
@@ -13,7 +16,7 @@ from minicpm_cli.chat.terminal import Terminal
 from minicpm_cli.cli import exit_code, opening
 from minicpm_cli.cli.runtime import Runtime
 from minicpm_cli.settings import Settings
-from minicpm_cli.types import Message, Request
+from minicpm_cli.types import Event, Logprob, Message, Request
 
 
 def asked(llm: FakeLLM) -> str:
@@ -268,3 +271,14 @@ def test_a_budget_that_ended_the_thinking_is_said(cli) -> None:
     done = cli("run", "--json", "--think-budget", "9", "Hi", stdin=b"", llm=llm)
     assert "used up" not in done.err
     assert "think_budget_spent" not in json.loads(done.out)
+
+
+def test_log_probabilities_are_told_with_the_text_of_their_tokens(cli) -> None:
+    class Sure(FakeLLM):
+        def stream(self, requests: Iterable[Request | None]) -> Generator[Event]:
+            for event in super().stream(requests):
+                yield replace(event, logprobs=(Logprob(7, -0.5, ((7, -0.5), (8, -math.inf))),)) if event.text else event
+
+    done = cli("run", "--json", "--logprobs", "2", "Hi", stdin=b"", llm=Sure(answer=lambda request: "Hello"))
+    places = [{"token": 7, "text": "<7>", "logprob": -0.5, "top": [[7, -0.5, "<7>"], [8, -9999.0, "<8>"]]}]
+    assert json.loads(done.out)["logprobs"] == places, "and JSON has no infinity"
