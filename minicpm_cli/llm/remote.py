@@ -142,8 +142,8 @@ class RemoteLLM:
                     raise refusal.error() from None
 
     def _whole(self, request: Request) -> Request:
-        """With a seed, so that it can be told and the answer be had again; and a raw prompt with a limit, since OpenAI's
-        own of 16 tokens is not what is meant.
+        """With a seed, so that it can be told and the answer be had again; a raw prompt with a limit, since the usual
+        one of 16 tokens is not what is meant.
         """
         params = request.params
         if params.seed is None:
