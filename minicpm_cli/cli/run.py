@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
@@ -222,14 +222,16 @@ def _store(
 
 @contextmanager
 def _writable(invocation: Invocation, sessions: Sessions, before: Before) -> Iterator[str]:
-    """The session to write to: a new one where the usual one is open in a chat, which has its own idea of it."""
-    try:
-        claim, name = sessions.claim(before.name, _PATIENCE), before.name
-    except UsageError:
-        name = sessions.fresh()
-        claim = sessions.claim(name)
-        if before.turns:
-            invocation.terminal.note(f"{before.name} is open in a chat, so the conversation goes on as {name}")
+    """The session to write to: another one where the usual one is open in a chat, which has its own idea of it."""
+    names = iter(dict.fromkeys((before.name, SESSION, *(f"{SESSION}-{n}" for n in range(2, 10)))))
+    claim, patience = None, _PATIENCE
+    while claim is None:
+        name = next(names, None) or sessions.fresh()
+        with suppress(UsageError):
+            claim = sessions.claim(name, patience)
+        patience = 0.0
+    if before.turns and name != before.name:
+        invocation.terminal.note(f"{before.name} is open in a chat, so the conversation goes on as {name}")
     with claim:
         yield name
 
