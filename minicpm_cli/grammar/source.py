@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 
@@ -21,6 +22,7 @@ _ALL = {"type": "object", "additionalProperties": True}
 _DEFINITIONS = ("$schema", "$id", "$defs", "definitions")
 _DEFINED = ("/$defs", "/definitions")
 MOST_TRIED = 200  # subschemas, in search of the one that is wrong
+LONGEST_SEARCH = 1.0  # seconds for that
 
 
 class Source(NamedTuple):
@@ -109,9 +111,15 @@ def _compiled(schema: dict[str, Any]) -> tuple[str, str]:
 
 def _place(schema: dict[str, Any], wrong: str) -> str:
     """The innermost subschema that fails in the same way alone, beside the definitions; those are looked at first."""
+    started = time.monotonic()
     around = {word: schema[word] for word in _DEFINITIONS if word in schema}
     places = sorted(islice(subschemas(schema), MOST_TRIED), key=lambda each: not each[0].startswith(_DEFINED))
-    return next((place for place, inner in places if _compiled({**around, **inner})[1] == wrong), "")
+    for place, inner in places:
+        if time.monotonic() - started > LONGEST_SEARCH:
+            break
+        if _compiled({**around, **inner})[1] == wrong:
+            return place
+    return ""
 
 
 def reason(message: str) -> str:
