@@ -16,7 +16,6 @@ import torch
 from minicpm_cli.doctor import why_no_gpu
 from minicpm_cli.engine.engine import Engine, EngineRequest, TokenEvent
 from minicpm_cli.engine.memory import MemoryPlan
-from minicpm_cli.errors import MinicpmError
 from minicpm_cli.hub.files import ModelFiles
 from minicpm_cli.llm.checkpoint import KERNELS
 from minicpm_cli.llm.device import choose_device, choose_dtype, dtype_name
@@ -153,7 +152,7 @@ class LLM:
                 continue
             try:
                 engine_request, state = self._admit(request)
-            except MinicpmError as error:
+            except Exception as error:  # noqa: BLE001 - whatever one request does to tokenizer or grammar is its own fault
                 running[request.id] = _Refused(request.id, error)
                 yield EngineRequest(request.id, (), request.params, seed=0)
                 continue
@@ -172,7 +171,8 @@ class LLM:
         engine_request = EngineRequest(
             request.id, tuple(prompt.ids or ()), params, seed, eos_ids=self._prompter.eos_ids, sink=sink, mask=mask
         )
-        follows = partial(self._prompter.grammars.complete, params) if mask is not None and mask is not budget else None
+        asked = mask is not None and mask is not budget and params is request.params  # a forced call is no answer
+        follows = partial(self._prompter.grammars.complete, params) if asked else None
         stream = calls.stream(request.id, seed) if calls else None
         return engine_request, _Running(request.id, sink, seed, follows, [request.prefill], budget, stream)
 
@@ -182,7 +182,7 @@ class _Refused:
     """A request that cannot be put to the engine."""
 
     id: str
-    error: MinicpmError
+    error: Exception
 
     def events(self, token: TokenEvent) -> Iterator[Event]:
         yield Event(self.id, finish="error", error=self.error)
