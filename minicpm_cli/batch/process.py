@@ -24,19 +24,34 @@ def brisk_threads() -> Iterator[None]:
         sys.setswitchinterval(before)
 
 
+class Interrupts:
+    """Raises KeyboardInterrupt where the signal comes, and once more at the next `check`: Python drops an exception
+    that comes out of a destructor or a callback of the garbage collector.
+    """
+
+    def __init__(self) -> None:
+        self._come = False
+
+    def check(self) -> None:
+        if self._come:
+            self._come = False
+            raise KeyboardInterrupt
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self._come = True
+        raise KeyboardInterrupt
+
+
 @contextmanager
-def terminable() -> Iterator[None]:
+def terminable() -> Iterator[Interrupts]:
     """SIGTERM and a closed terminal end a run as Ctrl-C does: finished rows are kept. What nohup ignores stays so."""
+    interrupts = Interrupts()
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield interrupts
         return
     with ExitStack() as stack:
-        for name in ("SIGTERM", "SIGHUP"):
+        for name in ("SIGINT", "SIGTERM", "SIGHUP"):
             number = getattr(signal, name, None)
             if number is not None and signal.getsignal(number) not in (signal.SIG_IGN, None):
-                stack.callback(signal.signal, number, signal.signal(number, _interrupt))
-        yield
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
+                stack.callback(signal.signal, number, signal.signal(number, interrupts))
+        yield interrupts

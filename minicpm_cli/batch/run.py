@@ -16,11 +16,11 @@ from minicpm_cli.batch.keys import row_seed
 from minicpm_cli.batch.options import BatchOptions
 from minicpm_cli.batch.order import AsFinished, InOrder
 from minicpm_cli.batch.output import Answer, answer_row, error_row
-from minicpm_cli.batch.process import brisk_threads, terminable
+from minicpm_cli.batch.process import Interrupts, brisk_threads, terminable
 from minicpm_cli.batch.progress import Progress, choose_progress
 from minicpm_cli.batch.records import Row
 from minicpm_cli.batch.rows import PendingRows
-from minicpm_cli.batch.summary import BatchSummary, Counts, Host
+from minicpm_cli.batch.summary import BatchSummary, Counts, Host, count_of
 from minicpm_cli.batch.window import Ready, prefix_chain
 from minicpm_cli.errors import Interrupted, MinicpmError, RequestError
 from minicpm_cli.llm import LanguageModel
@@ -41,8 +41,8 @@ def run_batch(llm_factory: Callable[[], LanguageModel], options: BatchOptions) -
     try:
         if is_plain(options.input) and (count := Path(options.input).stat().st_size) > _TAKES_TIME:
             progress.say(f"Checking {options.input} ({size(count)}) ...")
-        with terminable(), open_job(options) as job:
-            run = _Run(options, job, progress)
+        with terminable() as interrupts, open_job(options) as job:
+            run = _Run(options, job, progress, interrupts)
             run.go(llm_factory)
         return run.summarize(interrupted=False)
     except KeyboardInterrupt:
@@ -69,9 +69,9 @@ def _closed(rows: Generator[Row]) -> Iterator[Generator[Row]]:
 
 
 class _Run:
-    def __init__(self, options: BatchOptions, job: Job, progress: Progress) -> None:
+    def __init__(self, options: BatchOptions, job: Job, progress: Progress, interrupts: Interrupts) -> None:
         self.counts = Counts(total=None if job.scan is None else job.scan.rows)
-        self._options, self._job, self._progress = options, job, progress
+        self._options, self._job, self._progress, self._interrupts = options, job, progress, interrupts
         self._out = InOrder(job.output) if options.ordered else AsFinished(job.output)
         self._pending = PendingRows(options, job)
         self._open: dict[str, _Open] = {}
@@ -118,7 +118,7 @@ class _Run:
                 self._progress.say(line)
 
     def _kept(self) -> str:
-        said = f"Stopped after {self.counts.finished - self._out.held:,} rows"
+        said = f"Stopped after {count_of(self.counts.finished - self._out.held)}"
         if self._job.journal is None:
             return f"{said}."
         said += f"; they are kept in {self._options.output}."
@@ -155,6 +155,7 @@ class _Run:
             feed.start(first)
             with brisk_threads(), closing(llm.stream(self._requests(feed))) as events:
                 for event in events:
+                    self._interrupts.check()
                     self._take(event, name, feed)
         finally:
             feed.stop(patient=self._job.scan is not None)

@@ -43,6 +43,10 @@ class Counts:
         self.cached_tokens += usage.cached_tokens
 
 
+def count_of(rows: int) -> str:
+    return "1 row" if rows == 1 else f"{rows:,} rows"
+
+
 @dataclass(frozen=True, slots=True)
 class Host:
     """What the rows ran on, None where no row needed a model or it has no GPU."""
@@ -129,7 +133,7 @@ class BatchSummary:
         peak = self.host.gpu_memory_peak_bytes
         memory = "" if peak is None else f", at most {peak / 1e9:,.1f} GB of GPU memory"
         said = [
-            f"{self.ok + self.failed:,} rows: {self.ok:,} ok, {failed}{skipped}.",
+            f"{count_of(self.ok + self.failed)}: {self.ok:,} ok, {failed}{skipped}.",
             f"{self.prompt_tokens:,} tokens in ({self.rate(self.prompt_tokens):,.1f}/s){cached}, "
             f"{self.completion_tokens:,} out ({self.rate(self.completion_tokens):,.1f}/s), "
             f"{self.seconds:,.1f} s{memory}.",

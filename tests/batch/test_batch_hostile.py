@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import signal
 import stat
 import subprocess
 import sys
@@ -25,7 +26,8 @@ from minicpm_cli.batch.keys import HashSet
 from minicpm_cli.batch.lines import Line, raw_lines, read_lines
 from minicpm_cli.batch.order import InOrder
 from minicpm_cli.batch.records import Style, parse
-from minicpm_cli.errors import FileError, UsageError
+from minicpm_cli.batch.summary import count_of
+from minicpm_cli.errors import FileError, Interrupted, UsageError
 from minicpm_cli.types import Request
 
 
@@ -335,3 +337,35 @@ def test_rows_that_wait_for_their_turn_are_bounded_in_bytes() -> None:
     order.leave(0, b"first")
     assert not order.full
     assert [len(row) for row in output] == [5, 400, 400, 400]
+
+
+# ---- signals --------------------------------------------------------------------------------------------------------
+
+
+class _Deaf:
+    """Its destructor is where the signal comes: Python tells of the exception and drops it."""
+
+    def __del__(self) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        for _ in range(1000):
+            pass
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_signal_in_a_destructor_is_not_lost(tmp_path: Path, out: Path) -> None:
+    source = write_lines(tmp_path / "in", prompts(200))
+
+    def answer(request: Request) -> str:
+        if request.id == "9":
+            _Deaf()
+        return "ok"
+
+    with pytest.raises(Interrupted, match=r"Stopped after \d+ rows"):
+        run(source, out, FakeLLM(answer=answer))
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert run(source, out).skipped < 100
+    assert len(rows(out)) == 200
+
+
+def test_one_row_is_one_row() -> None:
+    assert [count_of(n) for n in (0, 1, 2, 1000)] == ["0 rows", "1 row", "2 rows", "1,000 rows"]
