@@ -1,4 +1,4 @@
-"""What whoever must keep files through a power cut, or from other people's eyes, needs of the system."""
+"""What whoever finds files, and keeps them through a power cut or from other people's eyes, needs of the system."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ import os
 from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
+
+
+def path_of(text: str | Path) -> Path:
+    """The path that a user gave; ~NAME of a user that does not exist stays as it is, where pathlib raises."""
+    return Path(os.path.expanduser(text))
 
 
 def sync_folder(folder: Path) -> None:

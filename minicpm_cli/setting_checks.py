@@ -13,6 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from minicpm_cli.disk import path_of
 from minicpm_cli.types import check_sampling
 
 DEVICE_PATTERN = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
@@ -99,7 +100,7 @@ def device(value: Any) -> str:
 def template(value: Any) -> str:
     if value in TEMPLATES:
         return str(value)
-    path = Path(text(value)).expanduser()
+    path = path_of(text(value))
     if not path.is_file():
         raise ValueError(f"{', '.join(TEMPLATES)} or a file that exists")
     return str(path)
@@ -108,14 +109,14 @@ def template(value: Any) -> str:
 def directory(value: Any) -> str | None:
     if value == "none":
         return None
-    path = Path(text(value)).expanduser()
+    path = path_of(text(value))
     if not path.is_dir():
         raise ValueError("a directory that exists or none")
     return str(path)
 
 
 def path(value: Any) -> Path:
-    return Path(text(value)).expanduser()
+    return path_of(text(value))
 
 
 def profile(value: Any) -> str | None:
@@ -132,7 +133,7 @@ def schema(value: Any) -> str:
     if written.startswith(("{", "[", '"')) or written in ("true", "false", "null"):
         return written
     try:
-        return Path(written).expanduser().read_text(encoding="utf-8-sig")
+        return path_of(written).read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is no text in UTF-8"
         raise ValueError(f'JSON such as {{"type": "object"}}, or a file that holds it ({why})') from None

@@ -14,6 +14,7 @@ from typing import Any
 
 import platformdirs
 
+from minicpm_cli.disk import path_of
 from minicpm_cli.settings_file import ConfigFile
 from minicpm_cli.settings_table import APP, DEFAULT_MODEL, ENTRIES, OWN, PROFILE, LoadOptions, known, nearest
 from minicpm_cli.types import SamplingParams
@@ -188,9 +189,9 @@ def _flag(name: str, value: Any) -> str:
 def _config_path(environ: Mapping[str, str], given: Path | None) -> tuple[Path, bool]:
     """The config file, and whether the user named it (then it must exist)."""
     if given is not None:
-        return Path(given).expanduser(), True
+        return path_of(given), True
     if environ.get(PREFIX + "CONFIG"):
-        return Path(environ[PREFIX + "CONFIG"]).expanduser(), True
+        return path_of(environ[PREFIX + "CONFIG"]), True
     return Path(platformdirs.user_config_dir(APP)) / "config.toml", False
 
 

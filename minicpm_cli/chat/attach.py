@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 
+from minicpm_cli.disk import path_of as path_of
 from minicpm_cli.errors import FileError, UsageError
 
 _FENCE = re.compile(r"`{3,}")
@@ -64,11 +64,6 @@ def _kind(data: bytes, cure: str) -> str | None:
 def unicode(text: str) -> str:
     """Half surrogate pairs become replacement characters: JSON can hold them, and Python has bytes so that it kept."""
     return _SURROGATES.sub("\ufffd", text)
-
-
-def path_of(text: str | Path) -> Path:
-    """The path that a user gave; ~NAME of a user that does not exist stays as it is."""
-    return Path(os.path.expanduser(text))
 
 
 def read_text(path: Path, encoding: str | None = None, *, cure: str = CONVERT) -> str:

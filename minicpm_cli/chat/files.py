@@ -26,13 +26,15 @@ _TO_READ = (".md", ".txt")  # files for people, which /load does not take
 def save(chat: Chat, argument: str) -> None:
     force, argument = _forced(argument)
     path = _target(chat, argument)
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise UsageError(f"{path} is a folder or a device: /save takes a name, or a file")
     if os.path.exists(path) and not force and not _is_older(chat, path):
         raise UsageError(f"{path} is there already, with another conversation: /save -f {argument} replaces it")
     if path.suffix in _TO_READ:
         _write(path, _as_markdown(chat.conversation.messages), force=True)
     else:
         with nullcontext() if path in (chat.sessions.path(chat.name), path_of(argument)) else Claim(path):
-            Transcript(path).rewrite(chat.conversation.turns)
+            Transcript(path.resolve()).rewrite(chat.conversation.turns)  # a symlink stays one
     chat.terminal.line(f"saved {len(chat.conversation.turns)} messages to {path}")
 
 

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
-from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, BinaryIO
 
@@ -175,7 +174,7 @@ def _chat(invocation: Invocation, settings: Settings, sessions: Sessions, name: 
 
 def _lasting(model: str) -> str:
     """A path also from another folder."""
-    place = Path(model).expanduser()
+    place = path_of(model)
     return str(place.resolve()) if place.exists() else model
 
 

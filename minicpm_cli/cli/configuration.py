@@ -13,6 +13,7 @@ from minicpm_cli.cli import completion
 from minicpm_cli.cli.options import OUTPUT, Flags, examples, takes
 from minicpm_cli.cli.runtime import Invocation
 from minicpm_cli.cli.tables import show_records
+from minicpm_cli.disk import path_of
 from minicpm_cli.errors import UsageError
 from minicpm_cli.settings import DEFAULT, Settings, config_path
 from minicpm_cli.settings_file import ConfigFile
@@ -147,7 +148,7 @@ def _value(name: str, given: list[str]) -> Any:
     checked = ENTRIES[name].checked(words, "minicpm config set")
     if checked is None:
         return words  # auto or none, which is a choice, too
-    if name in _FILES and (there := Path(words).expanduser()).exists() and (name != "model" or "/" in words):
+    if name in _FILES and (there := path_of(words)).exists() and (name != "model" or "/" in words):
         return str(there.resolve())
     return str(checked) if isinstance(checked, Path) else checked
 

@@ -12,6 +12,7 @@ from minicpm_cli.cli.options import OUTPUT, Flags, examples, takes
 from minicpm_cli.cli.progress import ProgressLine
 from minicpm_cli.cli.runtime import Invocation
 from minicpm_cli.cli.tables import show_records
+from minicpm_cli.disk import path_of
 
 if TYPE_CHECKING:
     from minicpm_cli.hub import Listed
@@ -62,7 +63,7 @@ def pull(
     settings = invocation.configure(flags)
     with ProgressLine(invocation.terminal) as progress:
         files = fetch(model, settings, progress)
-    if files.path == Path(model).expanduser():
+    if files.path == path_of(model):
         _check_headers(files.path)
     revision = f", revision {files.revision}" if files.revision else ""
     invocation.terminal.note(f"{model} is here and whole{revision}")

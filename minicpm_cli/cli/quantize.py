@@ -14,6 +14,7 @@ from minicpm_cli.cli.adapter import FLAG
 from minicpm_cli.cli.options import LOAD, OUTPUT, Flags, examples, takes
 from minicpm_cli.cli.progress import ProgressLine
 from minicpm_cli.cli.runtime import Invocation
+from minicpm_cli.disk import path_of
 from minicpm_cli.errors import FileError, UsageError
 from minicpm_cli.quantize.recipe import Recipe
 
@@ -97,7 +98,7 @@ def quantize(
     invocation: Invocation = context.obj
     settings = invocation.configure(flags | {"model": model})
     _check_files(recipe, report, plot)
-    job = _job(invocation, settings, recipe, Path(out).expanduser(), fresh=not resume, evaluate=evaluate)
+    job = _job(invocation, settings, recipe, path_of(out), fresh=not resume, evaluate=evaluate)
     if plan:
         return _show_plan(invocation, job, report)
     _run(invocation, job, report, plot)

@@ -10,7 +10,7 @@ from typing import Any
 
 from minicpm_cli.chat.attach import read_text, without_final_newline
 from minicpm_cli.cli.prompt_template import PromptTemplate
-from minicpm_cli.disk import write_private
+from minicpm_cli.disk import path_of, write_private
 from minicpm_cli.errors import FileError, UsageError
 from minicpm_cli.settings import config_path
 from minicpm_cli.settings_file import literal
@@ -39,7 +39,7 @@ class TemplateFolder:
 
     def find(self, name: str) -> PromptTemplate:
         """The template of that name, or in the file of that path. Raises UsageError that lists the known ones."""
-        path = Path(name).expanduser()
+        path = path_of(name)
         if path.suffix in SUFFIXES and ("/" in name or path.is_file()):
             return parse(path.stem, path, read_text(path))
         path = self.file(name)

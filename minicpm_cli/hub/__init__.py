@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from minicpm_cli.disk import path_of
 from minicpm_cli.errors import ModelError, ModelNotFound, WeightsError
 from minicpm_cli.hub import cache, catalog, demo
 from minicpm_cli.hub.catalog import CATALOG, CatalogEntry
@@ -88,7 +89,7 @@ def list_models(settings: Settings) -> list[Listed]:
 
 
 def _resolve(name: str, settings: Settings, report: Progress, *, refresh: bool) -> ModelFiles:
-    path = Path(name).expanduser()
+    path = path_of(name)
     entry = catalog.find(name)
     if _is_path(path, entry):
         return ModelFiles(name, check_path(path))
@@ -104,7 +105,7 @@ def _resolve(name: str, settings: Settings, report: Progress, *, refresh: bool) 
 
 def _present(name: str, settings: Settings) -> ModelFiles | None:
     """What `resolve` would give without fetching anything."""
-    path = Path(name).expanduser()
+    path = path_of(name)
     entry = catalog.find(name)
     if _is_path(path, entry):
         return ModelFiles(name, check_path(path))

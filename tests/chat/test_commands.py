@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import os
 from pathlib import Path
 
 import pytest
@@ -245,6 +246,21 @@ def test_a_session_that_is_open_elsewhere_is_not_saved_over(make: Make) -> None:
     with chat.sessions.claim("other"), pytest.raises(UsageError, match="'other' is open in another"):
         commands.run(chat, "/save -f other")
     commands.run(chat, "/save -f other")
+
+
+def test_what_is_no_file_is_not_replaced_by_one(make: Make, tmp_path: Path) -> None:
+    """A rename onto /dev/null would be the end of it."""
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    (tmp_path / "link.jsonl").symlink_to(tmp_path / "file.jsonl")
+    chat = make()
+    chat.say("Hello")
+    for path in (tmp_path / "pipe.jsonl", tmp_path, "/dev/null"):
+        with pytest.raises(UsageError, match="is a folder or a device"):
+            commands.run(chat, f"/save -f {path}")
+    assert (tmp_path / "pipe.jsonl").is_fifo()
+    commands.run(chat, f"/save {tmp_path}/link.jsonl")
+    assert (tmp_path / "link.jsonl").is_symlink()
+    assert (tmp_path / "file.jsonl").is_file()
 
 
 def test_a_conversation_is_saved_as_text_to_read(make: Make, tmp_path: Path) -> None:

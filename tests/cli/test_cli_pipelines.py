@@ -133,6 +133,23 @@ def test_chat_without_a_stdin(home: Path) -> None:
     assert (done.returncode, done.stderr) == (2, "minicpm: there is no stdin to read: it is closed\n")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        ("run --template ~nobody7/x.toml a", 3),
+        ("run --chat-template ~nobody7/x a", 2),
+        ("chat --replay ~nobody7/x", 2),
+        ("config set --quiet data_dir ~nobody7/x", 0),
+        ("config set --quiet model ~nobody7/x", 0),
+        ("plan -m ~nobody7/x", 3),
+    ],
+)
+def test_the_home_of_nobody(cli, arguments: str, code: int) -> None:
+    done = cli(*arguments.split())
+    assert "internal error" not in done.err
+    assert (done.code, done.opened) == (code, False)
+
+
 def test_the_table_in_the_help_holds_every_code(cli) -> None:
     def codes(cls: type[errors.MinicpmError]) -> set[int]:
         return {cls.exit_code}.union(*map(codes, cls.__subclasses__()))
