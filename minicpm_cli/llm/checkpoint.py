@@ -113,15 +113,20 @@ class Checkpoint:
             plain = self._plain() if self._quant else frozenset()
             held = weight_bytes(self.cfg, itemsize, lambda name, k: self._matrix(name, k, plain), cpu=cpu)
             packed = lambda name: self._is_packed(name, plain)  # noqa: E731
-            return held + (self.adapter.beside_bytes(packed, itemsize) if self.adapter else 0)
+            return held + (self.adapter.beside_bytes(packed, 4 if cpu else itemsize) if self.adapter else 0)
         head, k = self.load.matrix(HEAD, self.cfg.hidden_size), self.cfg.hidden_size
         own = math.ceil(self.cfg.vocab * k * weight_bits(head, k, itemsize, cpu=cpu) / 8) if head else 0
         kept = 0 if cpu and itemsize != 2 else 2 if cpu else 1  # copies of what stays packed; see weight_bits
-        return own + self._gguf_bytes(self._header, itemsize, kept, own_head=head is not None)
+        found, beside = self._gguf_bytes(self._header, itemsize, kept, own_head=head is not None)
+        extra = self.adapter.beside_bytes(beside.__contains__, 4 if cpu else itemsize) if self.adapter else 0
+        return own + found + extra
 
-    def _gguf_bytes(self, header: GGUFHeader, itemsize: int, kept: int, *, own_head: bool) -> int:
-        """Of a file's tensors, of which packed ones stay so `kept` times, and of an adapter."""
-        found, beside = 0, set()
+    def _gguf_bytes(
+        self, header: GGUFHeader, itemsize: int, kept: int, *, own_head: bool
+    ) -> tuple[int, Container[str]]:
+        """Of a file's tensors, of which packed ones stay so `kept` times; and those that nothing is merged into."""
+        found = 0
+        beside: set[str] = set()
         unpacked = self.adapter.unpacked if self.adapter else frozenset()
         for tensor in header.tensors.values():
             names = {name for name, _ in huggingface_names(tensor.name, tensor.shape[0])}
@@ -132,7 +137,7 @@ class Checkpoint:
             beside |= names - unpacked if packed else set()
             if EMBED in names and self._untied(header) and not own_head:
                 found += math.prod(tensor.shape) * itemsize if HEAD in unpacked else size
-        return found + (self.adapter.beside_bytes(beside.__contains__, itemsize) if self.adapter else 0)
+        return found, beside
 
     def _untied(self, header: GGUFHeader) -> bool:
         """Whether an adapter makes a head of what was only the embedding."""
