@@ -15,8 +15,10 @@ from starlette.types import Receive, Scope, Send
 from minicpm_cli.server.faults import STOPPING, Fault, fault_of
 from minicpm_cli.server.loop import EngineLoop, Inbox
 from minicpm_cli.server.shapes import Choice, Json, Shape, usage_of
-from minicpm_cli.types import Event, Request, Usage
+from minicpm_cli.types import Channel, Event, Request, Usage
 
+_ENCODE = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
+_PLACE = "\ue000text\ue000"
 _DONE = b"data: [DONE]\n\n"
 _STREAM_HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -45,6 +47,7 @@ class Answer(Response):
         super().__init__()
         self._engine, self._inbox, self._shape, self._each = engine, inbox, shape, each
         self._index = {request.id: i for i, request in enumerate(choices)}
+        self._around: dict[tuple[int, Channel], tuple[bytes, bytes]] = {}
         self.form = Form()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -106,12 +109,23 @@ class Answer(Response):
             index = self._index[event.id]
             if (fault := _fault(event)) is not None:
                 return [*frames, _frame(fault.body)], True
-            if (piece := self._shape.piece(index, event)) is not None:
+            if _plain(event):
+                frames.append(self._text(index, event))
+            elif (piece := self._shape.piece(index, event)) is not None:
                 frames.append(self._frame(piece))
             if event.finish is not None:
                 usages[index] = event.usage or usages[index]
                 frames.append(self._frame(self._shape.end(index, event.finish)))
         return frames, False
+
+    def _text(self, index: int, event: Event) -> bytes:
+        """The frame of nothing but text: all but that is the same each time, and written once."""
+        around = self._around.get((index, event.channel))
+        if around is None:
+            whole = self._frame(self._shape.piece(index, replace(event, text=_PLACE)) or {})
+            before, _, after = whole.partition(_json(_PLACE))
+            around = self._around[index, event.channel] = (before, after)
+        return around[0] + _json(event.text) + around[1] if event.text else b""
 
     def _frame(self, chunk: Json) -> bytes:
         return _frame({**chunk, "usage": None} if self.form.include_usage else chunk)
@@ -152,7 +166,11 @@ async def _gone(receive: Receive) -> None:
 
 
 def _frame(chunk: Any) -> bytes:
-    return b"data: " + json.dumps(chunk, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: " + _json(chunk) + b"\n\n"
+
+
+def _json(value: Any) -> bytes:
+    return _ENCODE(value).encode("utf-8", "replace")
 
 
 async def _send_part(send: Send, body: bytes, *, more: bool = True) -> None:
@@ -165,7 +183,7 @@ async def _send_fault(send: Send, fault: Fault) -> None:
 
 
 async def _send_json(send: Send, status: int, body: Any, headers: Any = None) -> None:
-    raw = json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+    raw = _json(body)
     lines = {"content-type": "application/json", "content-length": str(len(raw)), **(headers or {})}
     encoded = [(name.lower().encode(), value.encode()) for name, value in lines.items()]
     await send({"type": "http.response.start", "status": status, "headers": encoded})

@@ -92,11 +92,11 @@ class Sampling(Strict):
 
     model: Text | None = None
     max_tokens: Annotated[int, Field(ge=1, le=_COUNT)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=_COUNT)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     seed: Annotated[int, Field(ge=-_SEED - 1, le=_SEED)] | None = None

@@ -108,6 +108,42 @@ def test_a_schema_is_followed_and_a_bad_one_is_the_clients_fault(serve, folder: 
     assert server.chat(max_tokens=2).status == 200
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_many_streams_for_minutes_lose_mix_and_stall_nothing(serve, demo_gguf: Path) -> None:
+    """64 clients for 5 minutes: each text is the one that its seed gives alone."""
+    options = LoadOptions(device="cpu", ctx=256, max_seqs=64)
+    server = serve(LLM.open(options, ModelFiles("demo", demo_gguf)), names=("demo",))
+    alone: dict[int, str] = {}
+    end = time.monotonic() + 300
+
+    def asked(client: OpenAI, seed: int) -> str:
+        messages: Any = [{"role": "user", "content": f"Tell me of the number {seed}."}]
+        text, finish = "", None
+        for chunk in client.chat.completions.create(
+            model="demo", messages=messages, seed=seed, max_tokens=32, stream=True, timeout=120
+        ):
+            text += chunk.choices[0].delta.content or ""
+            finish = chunk.choices[0].finish_reason
+        assert finish in ("stop", "length")
+        return text
+
+    def worker(number: int) -> int:
+        done = 0
+        with server.client() as client:
+            while time.monotonic() < end:
+                seed = (number + done) % 16
+                assert asked(client, seed) == alone[seed]
+                done += 1
+        return done
+
+    with server.client() as client:
+        alone.update({seed: asked(client, seed) for seed in range(16)})
+    with ThreadPoolExecutor(64) as pool:
+        assert min(pool.map(worker, range(64))) >= 1
+    until(lambda: not server.llm.occupancy.pages_held)
+
+
 # ---- the demo, as a program ---------------------------------------------------------------------------------------
 
 

@@ -49,6 +49,7 @@ BAD: dict[str, tuple[str, Any, str]] = {  # name: path, body, what the message s
     ),
     "temperature as text": (CHAT, chat(temperature="hot"), "temperature"),
     "negative temperature": (CHAT, chat(temperature=-1), "temperature"),
+    "a penalty too small for logits": (CHAT, chat(repetition_penalty=5e-324), "repetition_penalty"),
     "no number": (CHAT, b'{"messages": [{"role": "user", "content": "x"}], "temperature": NaN}', "temperature"),
     "true as number": (CHAT, chat(max_tokens=True), "max_tokens"),
     "no tokens": (CHAT, chat(max_tokens=0), "max_tokens"),

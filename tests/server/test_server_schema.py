@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis.specs.openapi import checks
 
 from fakes import FakeLLM
+from minicpm_cli.hub.files import ModelFiles
+from minicpm_cli.settings import LoadOptions
 
 CHECKS = [
     schemathesis.checks.not_a_server_error,
@@ -64,3 +68,16 @@ def test_made_up_requests_find_no_500(server) -> None:
 def test_many_made_up_requests_find_no_500(server) -> None:
     assert fuzz(server, examples=100) > 800
     assert server.chat().status == 200
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_made_up_requests_find_no_500_of_the_demo_either(serve, demo_gguf: Path) -> None:
+    """Tokenizer, template, grammars and engine are real here: 80 s on 2 cores."""
+    from minicpm_cli.llm.llm import LLM
+
+    llm = LLM.open(LoadOptions(device="cpu", ctx=256, max_seqs=4), ModelFiles("demo", demo_gguf))
+    server = serve(llm, names=("demo",))
+    assert fuzz(server, examples=60) > 500
+    assert server.chat(max_tokens=3).status == 200
+    llm._engine.scheduler.pool.check()
