@@ -1,4 +1,4 @@
-"""A row that says that the model still reads: a long prompt takes seconds on a GPU, and minutes on a CPU."""
+"""A row that says that the model still reads, or writes what is not shown yet: on a CPU, that can take minutes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _ERASE = "\r\x1b[K"
 class Waiting:
     """From `start` to `stop`, once a second. Nothing is left of it. Only at a terminal that may be decorated."""
 
-    def __init__(self, terminal: Terminal, seconds: float = _PATIENCE_SECONDS) -> None:
-        self._terminal, self._seconds = terminal, seconds
+    def __init__(self, terminal: Terminal, seconds: float = _PATIENCE_SECONDS, what: str = "reading") -> None:
+        self._terminal, self._seconds, self._what = terminal, seconds, what
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
         self._shown = False
@@ -41,7 +41,7 @@ class Waiting:
         with suppress(OSError, ValueError):  # a terminal that was closed
             while not self._over.wait(self._seconds):
                 self._shown = True
-                self._write(f"{_ERASE}{DIM}reading: {time.monotonic() - begun:.0f} s{RESET}")
+                self._write(f"{_ERASE}{DIM}{self._what}: {time.monotonic() - begun:.0f} s{RESET}")
 
     def _write(self, text: str) -> None:
         self._terminal.err.write(text)

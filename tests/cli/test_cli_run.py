@@ -10,6 +10,8 @@ from collections.abc import Generator, Iterable
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from fakes import FakeLLM
 from minicpm_cli.chat.sessions import Sessions
 from minicpm_cli.chat.terminal import Terminal
@@ -281,3 +283,11 @@ def test_log_probabilities_are_told_with_the_text_of_their_tokens(cli) -> None:
     done = cli("run", "--json", "--logprobs", "2", "Hi", stdin=b"", llm=Sure(answer=lambda request: "Hello"))
     places = [{"token": 7, "text": "<7>", "logprob": -0.5, "top": [[7, -0.5, "<7>"], [8, -9999.0, "<8>"]]}]
     assert json.loads(done.out)["logprobs"] == places, "and JSON has no infinity"
+
+
+@pytest.mark.parametrize(("arguments", "row"), [([], "reading: 1 s"), (["-x"], "answering: 1 s"), (["-q"], "")])
+def test_a_terminal_is_told_that_it_takes_its_time(cli, arguments: list[str], row: str) -> None:
+    done = cli("run", *arguments, "Hi", llm=FakeLLM(answer=lambda request: "ok", delay=1.1), tty=True)
+    assert row in done.err
+    assert ("1 s" in done.err) is bool(row)
+    assert done.err.count("\x1b[K") == 2 * bool(row), "and the row is erased"
