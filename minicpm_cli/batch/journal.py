@@ -206,14 +206,16 @@ def _is_error(raw: bytes, key: bytes | None) -> bool:
 def read_row(raw: bytes) -> tuple[bytes, str | None] | None:
     """`row_key` of a line, None for one that is no output row."""
     try:
-        row = _DECODER.decode(raw.decode("utf-8"))
+        row, end = _DECODER.raw_decode(text := raw.decode("utf-8"))
+        if text[end:] not in ("\n", ""):
+            return _foreign_row(raw)
     except (ValueError, RecursionError):
         return _foreign_row(raw)
     return _row_key(row)
 
 
 def _foreign_row(raw: bytes) -> tuple[bytes, str | None] | None:
-    """A row with a BOM, as editors leave it, or of another encoding."""
+    """A row with spaces around it or a BOM, as editors leave it, or of another encoding."""
     try:
         return _row_key(json.loads(raw))
     except (ValueError, RecursionError):

@@ -40,7 +40,7 @@ class HashSet:
     """A set of 64-bit hashes: a sorted array and a small set of newcomers. 1,000,000 members take 8 MB."""
 
     def __init__(self, members: Iterable[int] = ()) -> None:
-        self._sorted = _distinct(np.array(array("Q", members), dtype=np.uint64))
+        self._sorted = _distinct(np.array(members if isinstance(members, array) else array("Q", members), np.uint64))
         self._recent: set[int] = set()
 
     def add(self, value: int) -> None:

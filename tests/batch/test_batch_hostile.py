@@ -125,6 +125,16 @@ def test_a_broken_line_is_answered_as_the_finished_one_before_it(tmp_path: Path,
     assert rows(out)[-1]["response"]["status_code"] == 400
 
 
+@pytest.mark.parametrize("text", [' {"id":1,"prompt":"x"}', '\t{"id":1,"prompt":"x"} \r', '{"id":1 ,"prompt":"x" }'])
+def test_white_space_around_a_line_and_a_row(tmp_path: Path, out: Path, text: str) -> None:
+    source = write_lines(tmp_path / "in", [text.encode(), b'{"id":2,"prompt":"y"} {}', b"{} x"])
+    done = run(source, out)
+    assert (done.ok, done.errors) == (1, {"invalid_json": 2})
+    assert "Extra data at character 23" in next(r for r in rows(out) if r["id"] == 2)["error"]["message"]
+    out.write_bytes(b"\xef\xbb\xbf  " + b" \n ".join(out.read_bytes().splitlines()) + b"\t\r\n")
+    assert run(source, out).skipped == 3
+
+
 def test_flags_of_a_set() -> None:
     members = HashSet(range(10, 1000, 3))
     members.add(5)
