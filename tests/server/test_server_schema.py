@@ -60,7 +60,7 @@ def _fuzz(operation, mode: schemathesis.GenerationMode, examples: int) -> int:
 
 
 def test_made_up_requests_find_no_500(server) -> None:
-    assert fuzz(server, examples=4) > 25
+    assert fuzz(server, examples=3) > 20
     assert server.chat().status == 200
 
 

@@ -90,8 +90,13 @@ BAD = {
 }
 
 
+@pytest.fixture(scope="module")
+def server(serve_once):
+    return serve_once(Calling())
+
+
 @pytest.mark.parametrize("name", BAD)
-def test_bad_tools_are_the_clients_fault(serve_once, name: str) -> None:
-    answered = serve_once(Calling()).chat(**BAD[name])
+def test_bad_tools_are_the_clients_fault(server, name: str) -> None:
+    answered = server.chat(**BAD[name])
     assert answered.status == 400
     assert answered.error["type"] == "invalid_request_error"
