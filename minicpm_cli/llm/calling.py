@@ -18,11 +18,15 @@ _ID_DIGITS = 24
 
 @dataclass(frozen=True, slots=True)
 class Calling:
-    """The tools that an answer may call, in the model's own way; `forced` is empty where it need not."""
+    """The tools that an answer may call, in the model's own way.
+
+    `forced` is empty where it need not; with `one`, a single call is the answer.
+    """
 
     how: ToolFormat
     tools: tuple[Tool, ...]
     forced: Forced = field(default_factory=Forced)
+    one: bool = False
 
     def constrained(self, params: SamplingParams) -> SamplingParams:
         return params if self.forced.schema is None else replace(params, schema=self.forced.schema)
@@ -34,7 +38,7 @@ class Calling:
             digest = hashlib.sha256(f"{request_id}\0{seed}\0{index}".encode("utf-8", "replace")).hexdigest()
             return f"call_{digest[:_ID_DIGITS]}"
 
-        return ToolCallStream(self.how, self.tools, identify, self.forced)
+        return ToolCallStream(self.how, self.tools, identify, self.forced, one=self.one)
 
 
 def calling(request: Request, template: ChatTemplate | None) -> Calling | None:
@@ -54,7 +58,7 @@ def calling(request: Request, template: ChatTemplate | None) -> Calling | None:
     for tool in request.tools:
         if (why := how.refuses(tool)) is not None:
             raise RequestError("bad_parameter", f"tools: {why}")
-    return Calling(how, request.tools, _forced(request, how))
+    return Calling(how, request.tools, _forced(request, how), one=request.tool_choice.name is not None)
 
 
 def _check_history(request: Request, template: ChatTemplate | None) -> None:

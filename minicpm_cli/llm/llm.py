@@ -28,8 +28,8 @@ from minicpm_cli.model.kv_format import KVFormat
 from minicpm_cli.settings import LoadOptions
 from minicpm_cli.text.detok import TextSink
 from minicpm_cli.text.thinking import ThinkBudget, think_budget
-from minicpm_cli.text.tool_calls import Piece, ToolCallStream
-from minicpm_cli.types import Channel, Event, FinishReason, Request, SamplingParams
+from minicpm_cli.text.tool_calls import CallSink, Piece
+from minicpm_cli.types import Channel, Event, FinishReason, Logprob, Request, SamplingParams
 
 SEED_BITS = 53  # a JSON number holds it exactly
 
@@ -168,13 +168,13 @@ class LLM:
         sink = TextSink(self._prompter.tokenizer, params.stop, prompt.channel, shown=shown)
         budget = think_budget(params, self._prompter.tokenizer, sink)
         mask = self._prompter.grammars.mask(params, sink, budget, request.prefill) or budget
+        out = CallSink(sink, calls.stream(request.id, seed)) if calls else sink
         engine_request = EngineRequest(
-            request.id, tuple(prompt.ids or ()), params, seed, eos_ids=self._prompter.eos_ids, sink=sink, mask=mask
+            request.id, tuple(prompt.ids or ()), params, seed, eos_ids=self._prompter.eos_ids, sink=out, mask=mask
         )
         asked = mask is not None and mask is not budget and params is request.params  # a forced call is no answer
         follows = partial(self._prompter.grammars.complete, params) if asked else None
-        stream = calls.stream(request.id, seed) if calls else None
-        return engine_request, _Running(request.id, sink, seed, follows, [request.prefill], budget, stream)
+        return engine_request, _Running(request.id, out, seed, follows, [request.prefill], budget)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,29 +196,24 @@ class _Running:
     """
 
     id: str
-    sink: TextSink
+    sink: TextSink | CallSink
     seed: int
     follows: Callable[[str], bool] | None = None
     answer: list[str] = field(default_factory=list)
     budget: ThinkBudget | None = None
-    calls: ToolCallStream | None = None
 
     def events(self, token: TokenEvent) -> Iterator[Event]:
-        if token.finish is None and token.logprob is None and self.follows is None and self.calls is None:
-            return (Event(self.id, text, channel) for channel, text in self.sink.take())
+        if token.finish is None and token.logprob is None and self.follows is None:
+            return (_event(self.id, channel, piece) for channel, piece in self.sink.take())
         return self._rare(token)
 
     def _rare(self, token: TokenEvent) -> Iterator[Event]:
         logprobs = (token.logprob,) if token.logprob is not None else ()
-        texts = self.sink.take() if token.finish is None else self.sink.close()
-        if self.follows is not None:
-            self.answer += [text for channel, text in texts if channel == "answer"]
-        for channel, piece in texts if self.calls is None else self._called(self.calls, texts, token.finish):
-            if isinstance(piece, str):
-                yield Event(self.id, piece, channel, logprobs=logprobs)
-            else:
-                yield Event(self.id, logprobs=logprobs, tool_call=piece)
+        for channel, piece in self.sink.take() if token.finish is None else self._rest(token.finish):
+            yield _event(self.id, channel, piece, logprobs)
             logprobs = ()
+            if channel == "answer" and isinstance(piece, str):
+                self.answer.append(piece)
         if token.finish is not None or logprobs:
             yield Event(
                 self.id,
@@ -232,21 +227,23 @@ class _Running:
                 thought_out=self.budget is not None and self.budget.spent,
             )
 
-    def _called(
-        self, calls: ToolCallStream, texts: list[tuple[Channel, str]], finish: FinishReason | None
-    ) -> list[tuple[Channel, Piece]]:
-        """What is content of the texts, and what calls."""
-        pieces = list(calls.feed(texts))
-        return pieces if finish is None else pieces + calls.close(finish)
+    def _rest(self, finish: FinishReason) -> Sequence[tuple[Channel, Piece]]:
+        return self.sink.close(finish) if isinstance(self.sink, CallSink) else self.sink.close()
 
     def _finish(self, finish: FinishReason | None) -> FinishReason | None:
-        return finish if finish is None or self.calls is None else self.calls.finish(finish)
+        return self.sink.finish(finish) if finish is not None and isinstance(self.sink, CallSink) else finish
 
     def _incomplete(self, finish: FinishReason | None) -> bool:
         """Cut by the limit, by a stop string, or by a model that ended while it thought."""
         if self.follows is None or finish not in ("stop", "length"):
             return False
         return finish == "length" or not self.follows("".join(self.answer))
+
+
+def _event(request_id: str, channel: Channel, piece: Piece, logprobs: tuple[Logprob, ...] = ()) -> Event:
+    if isinstance(piece, str):
+        return Event(request_id, piece, channel, logprobs=logprobs)
+    return Event(request_id, logprobs=logprobs, tool_call=piece)
 
 
 def _notes(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby
 
+from minicpm_cli.text.detok import TextSink
 from minicpm_cli.text.stops import StopMatcher
 from minicpm_cli.text.tool_blocks import Block, Forced
 from minicpm_cli.text.tool_formats import ToolFormat
@@ -128,30 +129,43 @@ class ToolCallStream:
 
     Calls belong into the answer. One that was only thought of stays a thought, unless there is nothing else: a model
     that forgets to stop thinking before it calls means the call. `forced` is what was begun for the model, and
-    what ends it.
+    what ends it. With `one` the answer is its first call, and nothing that comes behind.
     """
 
     def __init__(
-        self, how: ToolFormat, tools: Iterable[Tool], identify: Callable[[int], str], forced: Forced | None = None
+        self,
+        how: ToolFormat,
+        tools: Iterable[Tool],
+        identify: Callable[[int], str],
+        forced: Forced | None = None,
+        *,
+        one: bool = False,
     ) -> None:
         tools, forced = tuple(tools), forced or Forced()
-        self._ended = forced.ended
+        self._ended, self._one = forced.ended, one
         self._answer, self._thought = (ToolCallParser(how, tools, identify) for _ in range(2))
         self._called: list[ToolCallDelta] = []
         self._answer.feed(forced.begun)
+
+    @property
+    def over(self) -> bool:
+        """The one call is there."""
+        return self._one and self._answer.calls > 0
 
     def feed(self, pieces: Iterable[tuple[Channel, str]]) -> Iterator[tuple[Channel, Piece]]:
         for channel, text in pieces:
             if channel == "think":
                 self._note(self._thought.feed(text))
                 yield channel, text
-            else:
-                yield from (("answer", piece) for piece in self._answer.feed(text))
+            elif not self.over:
+                yield from (("answer", piece) for piece in self._only(self._answer.feed(text)))
 
     def close(self, finish: FinishReason) -> list[tuple[Channel, Piece]]:
         """What was held back, and the calls of a thought that led to nothing else."""
         cut = finish != "stop"
-        pieces = self._answer.feed("" if cut else self._ended) + self._answer.close(cut=cut)
+        if self.over:
+            return []
+        pieces = self._only(self._answer.feed("" if cut else self._ended) + self._answer.close(cut=cut))
         self._note(self._thought.close(cut=cut))
         meant = self._called if not cut and not self._answer.calls and not self._answer.spoke else []
         self._called = meant
@@ -161,9 +175,41 @@ class ToolCallStream:
         """Why the answer ended, after `close`: a call that was cut off ended for the reason that cut it."""
         if finish != "stop":
             return finish
-        if self._answer.malformed:
+        if self._answer.malformed and not self.over:
             return "malformed_tool_call"
         return "tool_calls" if self._answer.calls or self._called else "stop"
 
+    def _only(self, pieces: list[Piece]) -> list[Piece]:
+        """Without what comes behind the one call."""
+        if not self.over:
+            return pieces
+        return [piece for piece in pieces if isinstance(piece, ToolCallDelta) and piece.index == 0]
+
     def _note(self, pieces: Iterable[Piece]) -> None:
         self._called.extend(piece for piece in pieces if isinstance(piece, ToolCallDelta))
+
+
+class CallSink:
+    """A TokenSink as a TextSink is one, whose text comes with the calls taken out of it."""
+
+    def __init__(self, sink: TextSink, stream: ToolCallStream) -> None:
+        self._sink, self._stream = sink, stream
+        self._pieces: list[tuple[Channel, Piece]] = []
+
+    def push(self, token: int) -> FinishReason | None:
+        finish = self._sink.push(token)
+        self._pieces += self._stream.feed(self._sink.take())
+        return "stop" if self._stream.over else finish
+
+    def take(self) -> list[tuple[Channel, Piece]]:
+        pieces, self._pieces = self._pieces, []
+        return pieces
+
+    def close(self, finish: FinishReason) -> list[tuple[Channel, Piece]]:
+        self._pieces += self._stream.feed(self._sink.close())
+        self._pieces += self._stream.close(finish)
+        return self.take()
+
+    def finish(self, finish: FinishReason) -> FinishReason:
+        """Why the answer ended, after `close`."""
+        return self._stream.finish(finish)

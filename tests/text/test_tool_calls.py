@@ -409,6 +409,15 @@ class TestThinking:
         assert stream([("answer", self.call + "<function name=")], "length")[2:] == ([("now", "{}")], "length")
         assert stream([("answer", self.call)], "cancelled")[2:] == ([("now", "{}")], "cancelled")
 
+    def test_only_the_one_call_that_was_asked_for(self) -> None:
+        made = ToolCallStream(
+            MiniCPM5(), TOOLS, lambda index: f"call_{index}", Forced('<function name="now">'), one=True
+        )
+        out = [*made.feed([("answer", f"</function> and {self.call} and <function")]), *made.close("stop")]
+        assert made.over
+        assert gathered(piece for _, piece in out) == ("", [("now", "{}")])
+        assert made.finish("stop") == "tool_calls"
+
     def test_what_the_prompt_began(self) -> None:
         pieces: list[tuple[Channel, str]] = [("answer", "now"), ("answer", '"></function>')]
         assert stream(pieces, begun='<function name="')[1:] == ("", [("now", "{}")], "tool_calls")

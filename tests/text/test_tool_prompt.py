@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_template import hostile
 from tiny_tokenizers import CHATML, MINICPM5
-from tool_templates import HERMES_TOOLS, MINICPM3_TOOLS, MINICPM5_TOOLS
 
 from minicpm_cli.errors import RequestError
 from minicpm_cli.text.template import ChatTemplate, build_prompt, prompt_ids
@@ -21,6 +20,7 @@ from minicpm_cli.text.tools_hermes import Hermes
 from minicpm_cli.text.tools_minicpm3 import MiniCPM3
 from minicpm_cli.text.tools_minicpm5 import MiniCPM5
 from minicpm_cli.types import Message, Tool
+from tool_templates import HERMES_TOOLS, MINICPM3_TOOLS, MINICPM5_TOOLS
 
 TEMPLATES = {"minicpm3": MINICPM3_TOOLS, "minicpm5": MINICPM5_TOOLS, "hermes": HERMES_TOOLS}
 

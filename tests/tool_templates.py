@@ -59,7 +59,7 @@ MINICPM3_TOOLS = """\
             {{- '=None' if name not in tool.parameters.required }}
             {{- ', ' if not loop.last }}
         {%- endfor %}
-        {{- '):\\n    \\"\\"\\"' + tool.description + '\\n' }}
+        {{- '):\\n    \\"\\"\\"' ~ tool.description ~ '\\n' }}
         {%- for name, spec in tool.parameters.properties | items %}
             {{- name + ' ' + (spec.description | tojson if spec.description else '') + '\\n' }}
             {%- for option in spec.enum or [] %}
