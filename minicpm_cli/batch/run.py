@@ -186,7 +186,9 @@ class _Run:
             params = replace(params, seed=row_seed(self._job.seed, row.key) if seed is None else seed)
             asked = Request(str(row.line), row.messages, params, tools=row.tools, tool_choice=row.tool_choice)
             request = llm.encoded(asked)
-        except Exception as error:  # noqa: BLE001 - whatever one row does to a template or tokenizer is that row's error
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # noqa: BLE001 - whatever one row does to a template, or to a tokenizer: its panic
             return row.failed(error)
         ids = request.ids or ()
         return Ready(replace(row, messages=(), tools=()), request, row.size + 4 * len(ids), prefix_chain(ids))

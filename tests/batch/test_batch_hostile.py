@@ -244,6 +244,19 @@ def test_a_fault_of_ours_is_that_row_s(tmp_path: Path, out: Path, monkeypatch: p
     assert (done.ok, done.errors) == (2, {"internal": 1})
 
 
+def test_a_panic_of_the_tokenizer_is_that_row_s(tmp_path: Path, out: Path) -> None:
+    """pyo3's PanicException is a BaseException."""
+
+    class Panicking(FakeLLM):
+        def encoded(self, request: Request) -> Request:
+            if request.id in ("1", "4"):
+                raise BaseException("byte index 3 is not a char boundary")
+            return FakeLLM.encoded(self, request)
+
+    done = run(write_lines(tmp_path / "in", prompts(9)), out, Panicking())
+    assert (done.ok, done.errors) == (7, {"internal": 2})
+
+
 @pytest.mark.parametrize("name", ["model", "parameters", "input", "files", "seed", "format"])
 @pytest.mark.parametrize("value", [None, [], "x", -1, 1.5, 10**40, False])
 def test_a_manifest_that_somebody_edited(tmp_path: Path, out: Path, name: str, value: Any) -> None:
