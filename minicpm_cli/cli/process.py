@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import signal
 import sys
 import traceback
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
-from typing import NoReturn, cast
+from typing import Any, NoReturn, cast
 
 import typer
 
@@ -25,6 +26,8 @@ from minicpm_cli.settings import variables
 _CLICK_ERROR = cast(type[Exception], typer.BadParameter.__mro__[2])
 _SIGPIPE_CODE = 128 + 13
 _UNWRITABLE = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC), errno.EFBIG, errno.EIO)
+
+_NO_COMMAND = re.compile(r"No such command '(.*?)'(?:\. Did you mean .*)?", re.DOTALL)
 
 app = program()
 
@@ -80,10 +83,23 @@ def _usage(error: BaseException) -> str:
     """Click's message with the command whose --help tells more."""
     ctx = getattr(error, "ctx", None)
     message = error.format_message() if hasattr(error, "format_message") else str(error)
-    unknown = type(error).__name__ == "NoSuchOption" and not getattr(error, "possibilities", None)
-    if unknown and ctx and ctx.info_name in ("run", "create"):
-        message += " (a prompt that begins with - needs -- before it)"
-    return f"{message.rstrip('.')}. See: {ctx.command_path if ctx else 'minicpm'} --help"
+    message = message.rstrip(".") + _remedy(error, ctx, message)
+    end = "" if message.endswith("?") else "."
+    return f"{message}{end} See: {ctx.command_path if ctx else 'minicpm'} --help"
+
+
+def _remedy(error: BaseException, ctx: Any, message: str) -> str:
+    """What people who are used to other programs have perhaps meant."""
+    root = ctx is not None and ctx.parent is None
+    if type(error).__name__ == "NoSuchOption":
+        if root:
+            return " before a command: options stand behind it"
+        if ctx and ctx.info_name in ("run", "create") and not getattr(error, "possibilities", None):
+            return " (a prompt that begins with - needs -- before it)"
+    command = _NO_COMMAND.fullmatch(message)
+    if root and command and " " in command[1]:
+        return ' (minicpm run "PROMPT" asks a model)'
+    return ""
 
 
 def _fail(invocation: Invocation, message: str, code: int, *, trace: bool = False) -> int:

@@ -77,3 +77,21 @@ def test_the_flags_in_examples_exist(cli, command: tuple[str, ...]) -> None:
         options = cli(*shown, "--help").out.partition("Examples:")[0]
         for flag in re.findall(r"(?<= )(--?[a-z][a-z-]*)(?= |$)", mine):
             assert re.search(rf"(^| |/){re.escape(flag)}\b", options), flag
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["chta"], "No such command 'chta'. Did you mean 'chat'? See: minicpm --help"),
+        (
+            ["How many days?"],
+            "No such command 'How many days?' (minicpm run \"PROMPT\" asks a model). See: minicpm --help",
+        ),
+        (["-m", "demo", "run"], "No such option: -m before a command: options stand behind it. See: minicpm --help"),
+        (["run", "--temprature", "1"], "(Possible options: --temperature). See: minicpm run --help"),
+    ],
+)
+def test_what_was_perhaps_meant(cli, arguments: list[str], said: str) -> None:
+    done = cli(*arguments)
+    assert (done.code, done.out) == (2, "")
+    assert said in done.err
