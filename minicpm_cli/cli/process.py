@@ -26,8 +26,7 @@ from minicpm_cli.settings import variables
 _CLICK_ERROR = cast(type[Exception], typer.BadParameter.__mro__[2])
 _SIGPIPE_CODE = 128 + 13
 _UNWRITABLE = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC), errno.EFBIG, errno.EIO)
-
-_NO_COMMAND = re.compile(r"No such command '(.*?)'(?:\. Did you mean .*)?", re.DOTALL)
+_NO_COMMAND = re.compile(r"No such command '(.*?)'\.?(?: Did you mean .*)?", re.DOTALL)
 
 app = program()
 
