@@ -10,7 +10,7 @@ from typing import Any
 
 from minicpm_cli.batch.files import STREAM, files_beside, same_file
 from minicpm_cli.batch.manifest import manifest_path
-from minicpm_cli.batch.records import Style
+from minicpm_cli.batch.records import Fill, Style
 from minicpm_cli.errors import FileError, UsageError
 from minicpm_cli.types import check_sampling
 
@@ -21,8 +21,9 @@ class BatchOptions:
 
     `model` holds JSON values that say which model is asked for and how it is loaded (name, quantize, ...); `identify`
     tells which one the name stands for at the moment (commit, or files), empty while nothing is known because nothing
-    has been fetched. A resume with other values is refused. `sampling` overrides the model's defaults. Without
-    `progress` nothing is written to stderr, and no bar if `plain`.
+    has been fetched. A resume with other values is refused. `sampling` overrides the model's defaults. `fill` makes
+    (system prompt, prompt) of a simple line, as `template` says in JSON values. Without `progress` nothing is written
+    to stderr, and no bar if `plain`.
     """
 
     input: str
@@ -38,6 +39,8 @@ class BatchOptions:
     retry_errors: bool = False
     overwrite: bool = False
     force: bool = False
+    fill: Fill | None = None
+    template: Mapping[str, Any] | None = None
     shard: tuple[int, int] | None = None
     summary: str | None = None
     progress: bool = True
@@ -45,12 +48,14 @@ class BatchOptions:
 
     @property
     def style(self) -> Style:
-        return Style(self.raw, self.system, self.keep_input)
+        return Style(self.raw, self.system, self.keep_input, self.fill)
 
     @property
     def parameters(self) -> dict[str, Any]:
         """What shapes the answers beside the model, as JSON values."""
         given = {k: list(v) if isinstance(v, tuple) else v for k, v in self.overrides.items()}
+        if self.template is not None:
+            given["template"] = dict(self.template)
         return given | {"system": self.system, "raw": self.raw, "keep_input": self.keep_input}
 
     @property

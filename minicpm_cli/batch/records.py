@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NoReturn
@@ -21,6 +21,7 @@ from minicpm_cli.text.tools import tool_choice_of, tools_of
 from minicpm_cli.types import Message, SamplingParams, Tool, ToolChoice, check_sampling
 
 Kind = Literal["simple", "chat", "completion"]
+Fill = Callable[[Mapping[str, Any]], tuple[str | None, str]]
 
 CODES = (
     "invalid_json",
@@ -57,11 +58,15 @@ class RowError:
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """How simple lines are read: `raw` prompts skip the chat template, `system` stands in where a line has none."""
+    """How simple lines are read: `raw` prompts skip the chat template, `system` stands in where a line has none.
+
+    `fill` makes the system prompt, None for none, and the prompt of a line. It raises RequestError.
+    """
 
     raw: bool = False
     system: str | None = None
     keep_input: bool = False
+    fill: Fill | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +114,7 @@ def parse(line: Line, style: Style, fallback: Kind = "simple") -> Row:
         id_, named = identify(obj, number), True
         if style.keep_input:
             extra = _extra(obj, kind)
-        messages, given = _simple(obj, style) if kind == "simple" else _envelope(obj)
+        messages, given = _simple(obj, style) if kind == "simple" else _envelope(obj, style)
         tools, choice = _tools(obj if kind == "simple" else obj["body"], messages)
         return Row(
             *(number, id_, named, kind, messages, _checked(given), extra), size=size, tools=tools, tool_choice=choice
@@ -238,7 +243,9 @@ def _checked(given: Mapping[str, Any]) -> dict[str, Any]:
     return checked
 
 
-def _envelope(obj: Mapping[str, Any]) -> tuple[tuple[Message, ...] | str, dict[str, Any]]:
+def _envelope(obj: Mapping[str, Any], style: Style) -> tuple[tuple[Message, ...] | str, dict[str, Any]]:
+    if style.fill is not None:
+        raise RequestError("bad_parameter", "--template takes lines of its variables, with an id, not OpenAI's")
     return openai.request(obj)
 
 
@@ -262,10 +269,13 @@ def _asked(obj: Mapping[str, Any], style: Style) -> tuple[Message, ...] | str:
         raise RequestError("bad_parameter", "the line has both prompt and messages; give one of them")
     if style.raw and (messages is not None or system is not None):
         raise RequestError("bad_parameter", "--raw takes lines with a prompt alone, without messages or system")
+    if messages is not None and style.fill is not None:
+        raise RequestError("bad_parameter", "--template makes the prompt, and the line has messages")
     if messages is not None:
         return _with_system(conversation(messages), system, style.system)
-    text = _prompt(prompt)
-    return text if style.raw else _with_system((Message("user", text),), system, style.system)
+    filled, text = (None, _prompt(prompt)) if style.fill is None else style.fill(obj)
+    text, default = unicode_text("prompt", text), filled if style.system is None else style.system
+    return text if style.raw else _with_system((Message("user", text),), system, default)
 
 
 def _prompt(prompt: Any) -> str:

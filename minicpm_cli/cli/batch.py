@@ -9,9 +9,12 @@ from typing import Annotated, Any
 
 import typer
 
+from minicpm_cli.cli import completion
+from minicpm_cli.cli.batch_template import LineTemplate
 from minicpm_cli.cli.fleet import crew, fleet
 from minicpm_cli.cli.options import LOAD, LOGPROBS, LOOKUP, MODEL, OUTPUT, SAMPLING, SERVER, Flags, examples, takes
 from minicpm_cli.cli.runtime import Invocation
+from minicpm_cli.errors import UsageError
 from minicpm_cli.llm.info import LanguageModel
 from minicpm_cli.settings import Settings
 
@@ -38,6 +41,14 @@ def batch(
     system: Annotated[
         str | None, typer.Option("-s", "--system", help="System prompt for lines without one.", metavar="TEXT")
     ] = None,
+    template: Annotated[
+        str | None,
+        typer.Option(
+            help="A prompt template, whose variables are keys of the lines.",
+            metavar="NAME",
+            autocompletion=completion.templates,
+        ),
+    ] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Prompts as they are, without the chat template.")] = False,
     keep_input: Annotated[bool, typer.Option("--keep-input", help='Pass other keys through under "input".')] = False,
     ordered: Annotated[bool, typer.Option("--ordered", help="Answers in the order of the input.")] = False,
@@ -60,7 +71,10 @@ def batch(
     from minicpm_cli.batch.run import run_batch
 
     invocation: Invocation = context.obj
-    settings = invocation.configure(flags)
+    found = None if template is None else LineTemplate.of_user(template)
+    if raw and found is not None and found.template.system is not None:
+        raise UsageError(f"--raw sends prompts without a template for chats, and {found.template.origin} has a system")
+    settings = invocation.configure(flags, found.template.layer if found else None)
     options = BatchOptions(
         input=source,
         output=target,
@@ -74,6 +88,8 @@ def batch(
         retry_errors=retry_errors,
         overwrite=overwrite,
         force=force,
+        fill=found,
+        template=None if found is None else found.record,
         shard=None if shard is None else parse_shard(shard),
         summary=summary,
         progress=not settings.quiet,

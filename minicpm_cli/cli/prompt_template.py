@@ -58,6 +58,10 @@ class PromptTemplate:
     def takes_input(self) -> bool:
         return any(name == INPUT for text in (self.system or "", self.prompt) for name, _ in self._places(text))
 
+    @property
+    def reads_files(self) -> bool:
+        return any(form is not None for text in (self.system or "", self.prompt) for _, form in self._places(text))
+
     def check(self) -> None:
         """Raises UsageError for what could never work."""
         for name, value in self.settings.items():
