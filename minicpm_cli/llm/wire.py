@@ -140,8 +140,6 @@ def body_of(request: Request, model: str, given: Collection[str]) -> tuple[str, 
     """
     if request.params.logprobs is not None:
         raise RequestError("bad_parameter", "--logprobs cannot be asked of a server: it does not say its tokens' ids")
-    if request.prefill and not isinstance(request.messages, str):
-        raise RequestError("bad_parameter", "--prefill cannot be sent to a server, which writes whole answers")
     body: dict[str, Any] = {"model": model, "stream": True, "stream_options": {"include_usage": True}}
     plain = SamplingParams()
     for name in _SENT:
@@ -151,7 +149,11 @@ def body_of(request: Request, model: str, given: Collection[str]) -> tuple[str, 
     body |= _constraints(request.params)
     if isinstance(request.messages, str):
         return COMPLETIONS, body | {"prompt": request.messages + request.prefill}
-    return CHAT, body | {"messages": [_message(message) for message in request.messages]}
+    messages = [_message(message) for message in request.messages]
+    if request.prefill:  # as vLLM and minicpm serve have it; others refuse it by name
+        messages.append({"role": "assistant", "content": request.prefill})
+        body |= {"continue_final_message": True, "add_generation_prompt": False}
+    return CHAT, body | {"messages": messages}
 
 
 def _constraints(params: SamplingParams) -> dict[str, Any]:

@@ -154,8 +154,7 @@ def _chat(app: FastAPI, service: Service) -> None:
         service.check(asked)
         params = given.chat_params(asked, service.defaults)
         head = service.head("chatcmpl")
-        prompt = Request(head.id, given.conversation(asked.messages), params)
-        prompt = await service.encoded(given.with_tools(prompt, asked))
+        prompt = await service.encoded(given.chat_prompt(head.id, asked, params))
         shape = ChatShape(head, service.llm.token_bytes, params.logprobs is not None)
         return service.answer(given.choices(head.id, [prompt], asked.n or 1), asked, shape)
 

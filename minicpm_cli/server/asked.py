@@ -108,7 +108,21 @@ def _call(where: str, call: CallMade) -> ToolCall:
     return ToolCall(call.id, call.function.name, arguments_of(call.function.arguments, f"{where}.function.arguments"))
 
 
-def with_tools(request: Request, asked: ChatRequest) -> Request:
+def chat_prompt(ident: str, asked: ChatRequest, params: SamplingParams) -> Request:
+    """The request of a conversation. Raises Refused and RequestError."""
+    messages, prefill = conversation(asked.messages), ""
+    if asked.continue_final_message:
+        if messages[-1].role != "assistant" or messages[-1].tool_calls or len(messages) == 1:
+            where = "continue_final_message"
+            raise refused(400, f"{where}: the last message is none that an assistant began", "invalid_value", where)
+        messages, prefill = messages[:-1], messages[-1].content
+    elif asked.add_generation_prompt is False:
+        where = "add_generation_prompt"
+        raise refused(400, f"{where}: false needs continue_final_message", "invalid_value", where)
+    return _with_tools(Request(ident, messages, params, prefill), asked)
+
+
+def _with_tools(request: Request, asked: ChatRequest) -> Request:
     """The request with what the model may call. Raises RequestError."""
     tools = tools_of(asked.tools)
     if not isinstance(request.messages, str):

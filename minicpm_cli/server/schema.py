@@ -121,7 +121,10 @@ class Sampling(Strict):
 
 
 class ChatRequest(Sampling):
-    """POST /v1/chat/completions. `top_k` to `repetition_penalty`, `regex` and `think_budget` are not OpenAI's."""
+    """POST /v1/chat/completions. `top_k` to `repetition_penalty`, `regex` and `think_budget` are not OpenAI's.
+
+    With `continue_final_message` the last message is the beginning of the answer, as vLLM has it.
+    """
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1, le=_COUNT)] | None = None
@@ -134,6 +137,8 @@ class ChatRequest(Sampling):
     chat_template_kwargs: TemplateOptions | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     think_budget: Annotated[int, Field(ge=0, le=_COUNT)] | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
     modalities: list[Literal["text"]] | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
 

@@ -60,6 +60,8 @@ BAD: dict[str, tuple[str, Any, str]] = {  # name: path, body, what the message s
     "top_logprobs alone": (CHAT, chat(top_logprobs=2), "logprobs: true"),
     "stream_options alone": (CHAT, chat(stream_options={"include_usage": True}), "stream: true"),
     "schema without one": (CHAT, chat(response_format={"type": "json_schema"}), "schema is missing"),
+    "nothing to continue": (CHAT, chat(continue_final_message=True), "none that an assistant began"),
+    "no generation prompt": (CHAT, chat(add_generation_prompt=False), "needs continue_final_message"),
     "unknown format": (CHAT, chat(response_format={"type": "yaml"}), "response_format.type"),
     "logit_bias": (CHAT, chat(logit_bias={"5": 1}), "logit_bias"),
     "too long": (CHAT, {"messages": [{"role": "user", "content": "word " * 500}]}, "Shorten the prompt"),

@@ -99,10 +99,15 @@ def test_prompts_are_counted_by_the_server(serve) -> None:
 
 
 def test_what_cannot_be_sent_is_said(serve) -> None:
-    llm = remote(serve())
-    for request in (ask(logprobs=2), Request("a", HELLO, SamplingParams(), prefill="Sure")):
-        error = list(llm.stream([request]))[-1].error
-        assert isinstance(error, RequestError)
+    error = list(remote(serve()).stream([ask(logprobs=2)]))[-1].error
+    assert isinstance(error, RequestError)
+
+
+def test_an_answer_that_was_begun_goes_on(serve) -> None:
+    server = serve(FakeLLM(answer=lambda request: f"after {request.prefill!r}"))
+    request = Request("a", HELLO, SamplingParams(), prefill="Sure, ")
+    assert text(list(remote(server).stream([request]))) == "after 'Sure, '"
+    assert [message.role for message in server.llm.seen[0].messages] == ["user"]
 
 
 def test_a_model_that_is_not_there_and_a_wrong_key_are_said(serve) -> None:
