@@ -133,6 +133,11 @@ class Engine:
         except (RuntimeError, MemoryError) as error:
             return [*events, *self._land(), *self._out_of_memory(plan, error)]
         events += self._land()
+        if plan.masked:
+            try:
+                self.runner.complete(flight)
+            except (RuntimeError, MemoryError) as error:
+                return [*events, *self._out_of_memory(plan, error)]
         self._flight = flight
         if phase == "capture":
             self._since = None

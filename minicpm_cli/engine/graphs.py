@@ -156,12 +156,16 @@ class DecodeSteps:
         else:
             self._captured[form]()
 
+    def rows(self, count: int) -> Tensors:
+        """How the rows of a step of so many are drawn, until the next one is launched."""
+        return self.layout.step(count)[0].device(self.buffer)
+
     def take(self, logits: Tensor, kind: Kind, rows: Tensors) -> None:  # [S, V]
         """Draws for the next step, after one of any kind."""
         self._draw(logits, kind, rows, self.drawn[: len(logits)], self.peaks[: len(logits)])
 
     def _step(self, form: Form, kv_lens: tuple[int, ...] = ()) -> None:
-        there = self.layout.step(form.rows)[0].device(self.buffer)
+        there = self.rows(form.rows)
         logits = self._run(self._batch(there, form, kv_lens))
         if form.kind == "hosted":
             self.logits[form] = logits

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property, partial
 from typing import Protocol
 
 import numpy as np
@@ -13,7 +14,8 @@ from torch import Tensor
 from minicpm_cli.engine import inputs
 from minicpm_cli.engine.decode_inputs import DecodeHost, DecodeLayout
 from minicpm_cli.engine.graphs import Capture, DecodeSteps, DeviceDraw, Form, Work, padded
-from minicpm_cli.engine.inputs import kind_of
+from minicpm_cli.engine.inputs import Kind, StepInputs, Tensors, kind_of
+from minicpm_cli.engine.masks import apply_bitmask, fill_masks, words_of
 from minicpm_cli.engine.penalties import Penalties
 from minicpm_cli.engine.plan import Chunk, Plan
 from minicpm_cli.engine.prefills import PrefillSteps
@@ -58,10 +60,16 @@ class Slot:
     def __init__(self, layout: DecodeLayout, page_size: int, penalties: Penalties, *, pinned: bool) -> None:
         self.inputs = DecodeHost(layout, page_size, penalties, pinned=pinned)
         self.results = torch.zeros(layout.drawn.stop, dtype=torch.uint8, pin_memory=pinned)
+        self._words = partial(torch.empty, layout.rows, words_of(penalties.vocab), dtype=torch.int32, pin_memory=pinned)
         self.mark: Mark = Passed()
         views = layout.drawn.host(self.results)
         self.ids: NDArray[np.int64] = views["drawn"]
         self.peaks: NDArray[np.float32] = views["peak"]
+
+    @cached_property
+    def words(self) -> Tensor:  # [rows, ceil(V / 32)] int32
+        """The masks of a step's rows."""
+        return self._words()
 
 
 class DeviceFlight:
@@ -70,12 +78,40 @@ class DeviceFlight:
     def __init__(self, plan: Plan, slot: Slot, told: Callable[[Plan, list[int], list[float]], list[Drawn]]) -> None:
         self.plan, self._slot, self._mark, self._told = plan, slot, slot.mark, told
 
+    def complete(self) -> None:
+        pass
+
     def wait(self) -> None:
         self._mark.synchronize()
 
     def draws(self) -> list[Drawn]:
         count = len(self.plan.sampled)
         return self._told(self.plan, self._slot.ids[:count].tolist(), self._slot.peaks[:count].tolist())
+
+
+class MaskedFlight(DeviceFlight):
+    """Draws when the tokens before are known, while its forward runs: the masks of its rows depend on them."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        slot: Slot,
+        told: Callable[[Plan, list[int], list[float]], list[Drawn]],
+        draw: Callable[[Tensor], Mark],
+    ) -> None:
+        super().__init__(plan, slot, told)
+        self._draw, self._refused = draw, dict[int, Exception]()
+
+    def complete(self) -> None:
+        words = self._slot.words[: len(self.plan.sampled)]
+        self._refused = fill_masks(words.numpy(), self.plan.sampled)
+        self._mark = self._slot.mark = self._draw(words)
+
+    def draws(self) -> list[Drawn]:
+        drawn = super().draws()
+        for row, error in self._refused.items():
+            drawn[row] = Drawn(-1, error=error)
+        return drawn
 
 
 class Pipeline:
@@ -101,14 +137,16 @@ class Pipeline:
 
     def ready(self, seqs: list[Sequence]) -> bool:
         """Whether a decode step of these is launched at once; else it is captured first."""
-        return self.steps.ready(Form(padded(len(seqs), self.config.rows), kind_of(seqs)))
+        return self.steps.ready(Form(padded(len(seqs), self.config.rows), _captured_kind(seqs)))
 
     def captures(self, plan: Plan) -> bool:
         """Whether launching the plan captures its decode step first."""
-        return plan.decodes and not self.steps.ready(Form.of(plan, kind_of(plan.sampled), self.config.rows))
+        return plan.decodes and not self.steps.ready(Form.of(plan, _captured_kind(plan.sampled), self.config.rows))
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> DeviceFlight:
+        if plan.masked:
+            return self._launch_masked(plan)
         slot = self._slots[self._turn]
         slot.mark.synchronize()
         work = self._apart(plan, slot) or self._mixed(plan)
@@ -124,6 +162,57 @@ class Pipeline:
         slot.mark = self.submit(step)
         self._turn = (self._turn + 1) % SLOTS
         return DeviceFlight(plan, slot, self._told)
+
+    def _launch_masked(self, plan: Plan) -> MaskedFlight:
+        """The forward now, the draw when its masks are there. The scores stay where they are until then."""
+        slot = self._slots[self._turn]
+        slot.mark.synchronize()
+        kind, scores = kind_of(plan.sampled), list[tuple[Tensor, Tensors]]()
+        forward = self._scores_of_decodes(plan, slot, kind) if plan.decodes else self._scores(plan, kind)
+        begin = self.draw.penalties.begin()
+        for row, seq in enumerate(plan.sampled):
+            seq.row = row
+
+        def compute() -> None:
+            begin()
+            scores.append(forward())
+
+        @torch.inference_mode()
+        def draw(words: Tensor) -> Mark:
+            return self.submit(partial(self._take, scores, kind, words, slot))
+
+        slot.mark = self.submit(compute)
+        self._turn = (self._turn + 1) % SLOTS
+        return MaskedFlight(plan, slot, self._told, draw)
+
+    def _scores_of_decodes(self, plan: Plan, slot: Slot, kind: Kind) -> Callable[[], tuple[Tensor, Tensors]]:
+        form = Form.of(plan, "hosted", self.config.rows)
+        sent = slot.inputs.fill(plan, form.rows, kind)
+
+        def forward() -> tuple[Tensor, Tensors]:
+            self.steps.launch(sent, plan, form)
+            return self.steps.logits[form], self.steps.rows(form.rows)
+
+        return forward
+
+    def _scores(self, plan: Plan, kind: Kind) -> Callable[[], tuple[Tensor, Tensors]]:
+        host = self._built(plan, kind)
+
+        def forward() -> tuple[Tensor, Tensors]:
+            batch, rows = host.to(self.device, self.steps.drawn)
+            return self._run(batch), rows
+
+        return forward
+
+    def _take(self, scores: list[tuple[Tensor, Tensors]], kind: Kind, words: Tensor, slot: Slot) -> None:
+        """Rows beyond those of the masks are padding."""
+        logits, rows = scores.pop()
+        count = len(words)
+        allowed = apply_bitmask(logits[:count], words.to(self.device, non_blocking=True))
+        if len(logits) > count:
+            allowed = torch.cat([allowed, logits[count:]])
+        self.steps.take(allowed, kind, rows)
+        slot.results.copy_(self.steps.buffer[: len(slot.results)], non_blocking=True)
 
     @torch.inference_mode()
     def logits(self, plan: Plan) -> Tensor:  # [S, V] float32, until the next step
@@ -182,8 +271,7 @@ class Pipeline:
 
     def _mixed(self, plan: Plan) -> Work:
         kind = kind_of(plan.sampled)
-        penalties = None if kind == "greedy" else self.draw.penalties
-        host = inputs.build(plan, self.config.page_size, pinned=self.pinned, penalties=penalties)
+        host = self._built(plan, kind)
 
         def work() -> None:
             batch, rows = host.to(self.device, self.steps.drawn)
@@ -192,3 +280,12 @@ class Pipeline:
                 self.steps.take(logits, kind, rows)
 
         return work
+
+    def _built(self, plan: Plan, kind: Kind) -> StepInputs:
+        penalties = None if kind == "greedy" else self.draw.penalties
+        return inputs.build(plan, self.config.page_size, pinned=self.pinned, penalties=penalties)
+
+
+def _captured_kind(seqs: list[Sequence]) -> Kind:
+    """Of the part of a step that is captured: with masks, the forward alone."""
+    return "hosted" if any(seq.masked for seq in seqs) else kind_of(seqs)

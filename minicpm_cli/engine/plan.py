@@ -33,6 +33,7 @@ class Plan:
             others = (i for i, (_, _, size, sample) in enumerate(chunks) if size > 1 or not sample)
             self.decoding = next(others, len(chunks))
         self.hosted = True in [seq.hosted for seq, _, _, _ in chunks]
+        self.masked = True in [seq.masked for seq in self.sampled]
 
     def joined(self) -> list[Chunk]:
         """The chunks, with the rows of a draft and the one before them as one run: its keys are read once."""

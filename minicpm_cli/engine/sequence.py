@@ -95,8 +95,8 @@ class Sequence:
     was launched, not yet known here. The steps launched compute the first `planned` of them. The first `sealed` pages
     are in the prefix cache. `run` is the first page while all pages are consecutive, else -1; `version` counts the
     changes of `pages`. `row` is where the last step that was launched draws the next token. A `hosted` request needs
-    the host between its steps. `draft` is what a step in flight takes to follow `tokens`; what it drew says how far
-    that is right.
+    the host between its steps, a `masked` one before each draw. `draft` is what a step in flight takes to follow
+    `tokens`; what it drew says how far that is right.
     """
 
     request: EngineRequest
@@ -109,6 +109,7 @@ class Sequence:
     prompt_length: int = field(init=False)
     penalised: bool = field(init=False)
     hosted: bool = field(init=False)
+    masked: bool = field(init=False)
     greedy: bool = field(init=False)
     foreseeable: bool = field(init=False)
     lookup: Lookup | None = None
@@ -134,8 +135,9 @@ class Sequence:
         self.limit = max(self.end, self.prompt_length + 1)
         self.penalised = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
         self.greedy = params.temperature == 0 or params.top_k == 1 or params.top_p == 0
-        self.hosted = params.logprobs is not None or self.request.mask is not None
-        self.foreseeable = not self.hosted and not self.penalised
+        self.hosted = params.logprobs is not None
+        self.masked = self.request.mask is not None
+        self.foreseeable = not self.hosted and not self.masked and not self.penalised
 
     @property
     def remaining(self) -> int:

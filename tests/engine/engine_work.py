@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from engine_cases import prompt
 
 from minicpm_cli.engine.engine import Engine, EngineRequest, TokenEvent
@@ -34,6 +35,22 @@ class Odd:
 
     def accept(self, token: int) -> None:
         pass
+
+
+class Thirds:
+    """A mask that depends on the token before: the next one leaves another rest modulo 3. It may end the answer."""
+
+    def __init__(self, most: int = 1000) -> None:
+        self.last, self.left = 0, most
+
+    def fill(self, row: Any) -> None:
+        tokens = np.arange(32 * len(row))
+        row[:] = np.packbits(tokens % 3 == (self.last + 1) % 3, bitorder="little").view(np.int32)
+
+    def accept(self, token: int) -> Any:
+        assert token % 3 == (self.last + 1) % 3, "drawn before its mask was there"
+        self.last, self.left = token, self.left - 1
+        return "stop" if self.left == 0 else None
 
 
 @dataclass
@@ -68,7 +85,7 @@ class Work:
             self.cancels[name] = draw.randint(1, 5)
         eos = frozenset(range(8)) if draw.random() < 0.5 else frozenset()
         sink = Stop(draw.randint(1, 6)) if draw.random() < 0.3 else None
-        mask = Odd() if self.hosted and draw.random() < 0.05 else None
+        mask = Thirds(draw.randint(1, 9)) if self.hosted and draw.random() < 0.15 else None
         tokens = prompt(draw.randint(1, self.longest), draw.randint(0, 3))
         return EngineRequest(name, tokens, params, draw.getrandbits(64), eos, sink, mask)
 

@@ -22,8 +22,8 @@ from transformers.generation.logits_process import (
 
 from minicpm_cli.engine import sampler
 from minicpm_cli.engine.draws import uniforms
+from minicpm_cli.engine.masks import apply_bitmask
 from minicpm_cli.engine.penalties import Penalties
-from minicpm_cli.engine.runner import apply_bitmask
 from minicpm_cli.engine.sampler import Rows, sample, settle
 from minicpm_cli.engine.sequence import EngineRequest, Sequence
 from minicpm_cli.types import SamplingParams

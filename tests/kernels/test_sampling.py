@@ -13,7 +13,7 @@ from torch import Tensor
 from minicpm_cli.engine import sampler
 from minicpm_cli.engine.draws import uniforms
 from minicpm_cli.engine.inputs import DrawState
-from minicpm_cli.engine.runner import apply_bitmask
+from minicpm_cli.engine.masks import apply_bitmask
 from minicpm_cli.engine.sampler import Rows, sample, settle
 from minicpm_cli.types import SamplingParams
 
