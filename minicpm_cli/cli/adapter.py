@@ -18,7 +18,7 @@ def refuse_another_adapter(turns: Sequence[Turn], settings: Settings) -> None:
     source = next((turn.made.source for turn in reversed(turns) if turn.made), None)
     if source is None or settings.origin("lora") == FLAG:
         return
-    lora = settings.options.lora
+    lora = None if settings.options.server else settings.options.lora  # a server has what it was started with
     if _digest(lora) != source.adapter:
         now = f"now it is {lora}" if lora else "now there is none"
         raise UsageError(

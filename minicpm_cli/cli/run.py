@@ -23,6 +23,7 @@ from minicpm_cli.cli.options import LOAD, LOGPROBS, LOOKUP, MODEL, OUTPUT, SAMPL
 from minicpm_cli.cli.prompt_template import PromptTemplate
 from minicpm_cli.cli.runtime import Invocation, stdin_bytes
 from minicpm_cli.cli.template_files import TemplateFolder
+from minicpm_cli.cli.tools import read_tools
 from minicpm_cli.errors import FileError, UsageError
 from minicpm_cli.llm.info import LanguageModel
 from minicpm_cli.settings import DEFAULT, Layer, Settings
@@ -97,6 +98,12 @@ def run(
     prefill: Annotated[str, typer.Option(help="How the answer begins.", metavar="TEXT", show_default=False)] = "",
     extract: Annotated[bool, typer.Option("-x", "--extract", help="Only the last fenced code block.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON record.")] = False,
+    tools: Annotated[
+        Path | None, typer.Option(help="What the model may call: a JSON file of OpenAI's tools.", metavar="FILE")
+    ] = None,
+    tool_choice: Annotated[
+        str | None, typer.Option(help="auto, none, required, or the tool that must be called.", metavar="NAME")
+    ] = None,
     show_prompt: Annotated[bool, typer.Option("--show-prompt", help="Show the prompt's tokens; no answer.")] = False,
     raw: Annotated[bool, typer.Option("--raw", help="The prompt as it is, without the chat template.")] = False,
     go_on: Annotated[bool, typer.Option("-c", "--continue", help="Go on with the last conversation.")] = False,
@@ -106,6 +113,9 @@ def run(
     invocation: Invocation = context.obj
     form = Form(extract, as_json)
     _check(form, flags)
+    offered, choice = read_tools(tools, tool_choice)
+    if offered and not (as_json or show_prompt):
+        raise UsageError("calls of --tools have their place in the record of --json; add --json")
     code = reading.known_encoding(encoding)
     found = TemplateFolder.of_user().find(template) if template is not None else None
     before = _before(flags) if go_on else Before()
@@ -119,13 +129,14 @@ def run(
     talk = _talk(before, asked)
     messages = asked.question if raw else (*talk.messages, Message("user", asked.question))
     request = Request(f"run-{secrets.token_hex(6)}", messages, SamplingParams(), asked.prefill)
+    request = replace(request, tools=offered, tool_choice=choice)
     if show_prompt:
         return _show_prompt(invocation, settings, request)
     with invocation.model(settings) as llm:
         request = replace(request, params=llm.defaults.checked(settings.sampling))
         reply = answer(llm, request, invocation.terminal, asked.form)
         made = _made(llm, settings, request, reply)
-    if not raw:
+    if not raw and not reply.tool_calls:
         _store(invocation, settings, talk, before, asked.question, Turn(reply.message, made=made))
     return finish(reply, invocation.terminal, asked.form)
 
@@ -197,7 +208,7 @@ def _sessions(settings: Settings) -> Sessions:
 
 def _made(llm: LanguageModel, settings: Settings, request: Request, reply: Reply) -> Made:
     """How the answer came about, for whoever goes on with it or wants it again."""
-    lora = settings.options.lora
+    lora = settings.options.lora if llm.info.adapter else None
     source = Source.of(llm.info, settings.options.model, {"lora": str(Path(lora).resolve())} if lora else None)
     given = len(request.prefill)
     return Made(source, settings_of(request.params), reply.seed, reply.finish, reply.usage, given=given)

@@ -162,6 +162,13 @@ def test_a_chat_goes_on_with_its_adapter(cli: Any, adapter: Path) -> None:
     assert cli(*chat, "--lora", "none", stdin=b"again\n").code == 0
 
 
+def test_a_server_has_no_adapter_of_ours(cli: Any, home: Path, adapter: Path) -> None:
+    served = ("run", "--server", "http://127.0.0.1:1/v1")
+    (home / "config.toml").write_text(f'lora = "{adapter}"\n')
+    assert cli(*served, "hello").code == 0
+    assert cli(*served, "-c", "again").code == 0
+
+
 def test_quantize_merges_before_it_rounds(
     cli: Any, model: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
