@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from minicpm_cli.chat.loops import Loop, LoopWatch, OnLoop
-from minicpm_cli.types import Channel, Event, FinishReason, Logprob, Message, Timings, Usage
+from minicpm_cli.text.tools import gathered
+from minicpm_cli.types import Channel, Event, FinishReason, Logprob, Message, Timings, ToolCall, ToolCallDelta, Usage
 
 
 @dataclass(slots=True)
@@ -28,6 +29,7 @@ class Reply:
     logprobs: list[Logprob] = field(default_factory=list)
     _text: list[str] = field(default_factory=list)
     _thought: list[str] = field(default_factory=list)
+    _pieces: list[ToolCallDelta] = field(default_factory=list)
     _watch: dict[Channel, LoopWatch] = field(default_factory=lambda: {"think": LoopWatch(), "answer": LoopWatch()})
 
     def follow(self, events: Iterable[Event]) -> Iterator[Event]:
@@ -35,6 +37,8 @@ class Reply:
         for event in events:
             if event.error is not None:
                 raise event.error
+            if event.tool_call is not None:
+                self._pieces.append(event.tool_call)
             if event.text:
                 (self._text if event.channel == "answer" else self._thought).append(event.text)
             self.logprobs += event.logprobs
@@ -51,6 +55,10 @@ class Reply:
     @property
     def text(self) -> str:
         return self.prefill + "".join(self._text)
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        return gathered(self._pieces)
 
     @property
     def thought(self) -> str | None:

@@ -14,6 +14,7 @@ from minicpm_cli.chat.terminal import Terminal
 from minicpm_cli.chat.view import Awaited, PlainView
 from minicpm_cli.chat.waiting import Waiting
 from minicpm_cli.llm.info import LanguageModel
+from minicpm_cli.text.tools import as_json
 from minicpm_cli.types import Request
 
 _LEAST_LOGPROB = -9999.0  # JSON has no -inf; OpenAI writes this number
@@ -60,6 +61,8 @@ def finish(reply: Reply, terminal: Terminal, form: Form) -> int:
         count = reply.usage.completion_tokens if reply.usage else 0
         where = "while the model was still thinking " if reply.thought and not reply.text else ""
         terminal.note(f"the answer was cut {where}at {count} tokens; -n N allows more, as far as --ctx does")
+    if reply.finish == "malformed_tool_call":
+        terminal.note("what began as a call of a tool was none; the text has it as it came")
     if reply.thought_out:
         terminal.note("the budget for thinking was used up, so the answer may be hasty; --think-budget N allows more")
     if reply.incomplete:
@@ -83,6 +86,7 @@ def record(llm: LanguageModel, request: Request, reply: Reply) -> dict[str, Any]
         "model": llm.info.name,
         "text": reply.text,
         "think": reply.thought,
+        **({"tool_calls": as_json(reply.tool_calls)} if reply.tool_calls else {}),
         "finish_reason": reply.finish,
         "seed": reply.seed,
         "usage": {

@@ -53,7 +53,7 @@ def calling(request: Request, template: ChatTemplate | None) -> Calling | None:
         raise RequestError(
             "bad_parameter",
             f"tools: this model's chat template ({template.origin}) takes no tools, or writes calls in a way that is "
-            "not known here; leave tools out",
+            "not known here; leave tools out, or try --chat-template chatml, which lends it a way",
         )
     for tool in request.tools:
         if (why := how.refuses(tool)) is not None:

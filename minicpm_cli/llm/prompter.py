@@ -12,6 +12,7 @@ from minicpm_cli.hub.files import ModelFiles
 from minicpm_cli.llm.calling import Calling, calling
 from minicpm_cli.llm.checkpoint import Checkpoint
 from minicpm_cli.settings import LoadOptions
+from minicpm_cli.settings_table import DEFAULT_MODEL
 from minicpm_cli.text.template import ChatTemplate, Prompt, build_prompt, load_template, raw_prompt, show_prompt
 from minicpm_cli.text.tokenizer import Tokenizer, load_tokenizer
 from minicpm_cli.types import Request, SamplingParams
@@ -21,17 +22,31 @@ _CERTAINLY = 2  # as many characters as this times what the context could hold a
 
 
 class Prompter:
-    """The text side of a model. A checkpoint without a template can still be asked with raw prompts."""
+    """The text side of a model. A checkpoint without a template can still be asked with raw prompts.
 
-    def __init__(self, checkpoint: Checkpoint, tokenizer: Tokenizer, template: ChatTemplate | TemplateError) -> None:
+    With `lends_tools` one whose template takes no tools is shown them in the built-in ChatML: the demo model, so that
+    programs can be tried with it.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | TemplateError,
+        *,
+        lends_tools: bool = False,
+    ) -> None:
         self.checkpoint, self.tokenizer, self._template = checkpoint, tokenizer, template
+        self._lends_tools = lends_tools
 
     @classmethod
     def open(cls, options: LoadOptions, files: ModelFiles) -> Prompter:
         """Raises ConfigError, TokenizerError, or TemplateError for a template that the user named."""
         checkpoint = Checkpoint.read(files.path)
         tokenizer = load_tokenizer(files.path)
-        return cls(checkpoint, tokenizer, _template(files.path, options.chat_template, tokenizer))
+        template = _template(files.path, options.chat_template, tokenizer)
+        lends_tools = files.name == DEFAULT_MODEL and options.chat_template == "auto"
+        return cls(checkpoint, tokenizer, template, lends_tools=lends_tools)
 
     @property
     def template(self) -> ChatTemplate | None:
@@ -58,11 +73,12 @@ class Prompter:
         self.grammars.check(calls.constrained(request.params) if calls else request.params)
         if isinstance(request.messages, str):
             return raw_prompt(self.tokenizer, request.messages + request.prefill)
-        if isinstance(self._template, TemplateError):
-            raise self._template
+        template = self._template_for(request)
+        if isinstance(template, TemplateError):
+            raise template
         return build_prompt(
             self.tokenizer,
-            self._template,
+            template,
             request.messages,
             think=request.params.think,
             prefill=request.prefill,
@@ -74,7 +90,16 @@ class Prompter:
         """How the answer may call tools. Raises RequestError."""
         if not request.tools and isinstance(request.messages, str):
             return None
-        return calling(request, self.template)
+        template = self._template_for(request)
+        return calling(request, template if isinstance(template, ChatTemplate) else None)
+
+    def _template_for(self, request: Request) -> ChatTemplate | TemplateError:
+        tools = request.tools or any(turn.tool_calls for turn in request.messages if not isinstance(turn, str))
+        return self._chatml if tools and self._lends_tools else self._template
+
+    @cached_property
+    def _chatml(self) -> ChatTemplate:
+        return load_template(Path(), "chatml", self.tokenizer)
 
     def _refuse_hopeless(self, request: Request) -> None:
         asked = request.messages

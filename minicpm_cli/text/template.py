@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from minicpm_cli.errors import RequestError, TemplateError
+from minicpm_cli.text.chatml import CHATML
 from minicpm_cli.text.detok import THINK_TAGS, ThinkTags
 from minicpm_cli.text.marks import Marks, unmarked
 from minicpm_cli.text.sandbox import Sandbox
@@ -33,11 +34,7 @@ from minicpm_cli.text.tool_prompt import (
 from minicpm_cli.types import ROLES, Channel, Message, Tool
 
 BUILT_IN = {
-    "chatml": (
-        "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
-        "{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    ),
+    "chatml": CHATML,
     "minicpm": (
         "{% for message in messages %}{% if message['role'] == 'user' %}<用户>{{ message['content'].strip() }}<AI>"
         "{% else %}{{ message['content'].strip() }}{% endif %}{% endfor %}"

@@ -13,8 +13,12 @@ import pytest
 from checkpoints import write_checkpoint
 from minicpm_cli.engine.engine import EngineRequest, TokenEvent
 from minicpm_cli.errors import RequestError
+from minicpm_cli.hub.files import ModelFiles
 from minicpm_cli.llm.llm import LLM
+from minicpm_cli.llm.prompter import Prompter
+from minicpm_cli.settings import LoadOptions
 from minicpm_cli.text.tools import gathered, tool_choice_of, tools_of
+from minicpm_cli.text.tools_hermes import Hermes
 from minicpm_cli.types import Event, FinishReason, Message, Request, SamplingParams, Timings, ToolCall, Usage
 from tool_templates import HERMES_TOOLS, MINICPM3_TOOLS, MINICPM5_TOOLS
 
@@ -178,6 +182,18 @@ class TestMustCall:
     def test_nothing_else_is_possible_beside_it(self, model, given: dict[str, str]) -> None:
         with pytest.raises(RequestError, match="has no place for a"):
             model().encoded(ask("required", **given))
+
+
+def test_the_demo_model_is_lent_a_way_to_call(five: Path) -> None:
+    options = LoadOptions(device="cpu", dtype="fp32", ctx=1024)
+    prompter = Prompter.open(options, ModelFiles("demo", five))
+    own = prompter.build(Request("a", HELLO, ask().params)).ids
+    assert "<tools>" not in prompter.tokenizer.decode(own)
+    lent = prompter.tokenizer.decode(prompter.build(ask()).ids)
+    assert json.dumps(TOOLS[0].definition) in lent
+    calls = prompter.calling(ask())
+    assert calls is not None
+    assert isinstance(calls.how, Hermes)
 
 
 class TestRefused:

@@ -13,7 +13,7 @@ from test_template import hostile
 from tiny_tokenizers import CHATML, MINICPM5
 
 from minicpm_cli.errors import RequestError
-from minicpm_cli.text.template import ChatTemplate, build_prompt, prompt_ids
+from minicpm_cli.text.template import ChatTemplate, build_prompt, load_template, prompt_ids
 from minicpm_cli.text.tokenizer import Tokenizer, load_tokenizer
 from minicpm_cli.text.tools import tool_calls_of, tools_of
 from minicpm_cli.text.tools_hermes import Hermes
@@ -134,10 +134,10 @@ def tool_with(text: str) -> tuple[Tool, ...]:
         "title": text,
         "properties": {text: {"type": "string", "description": text, "enum": [text]}},
         "required": [text],
-        text: text,
+        f"x{text}": text,
     }
     return tools_of(
-        [{"type": "function", "function": {"name": "f", "description": text, "parameters": schema, text: [text]}}]
+        [{"type": "function", "function": {"name": "f", "description": text, "parameters": schema, f"x{text}": [text]}}]
     )
 
 
@@ -177,6 +177,26 @@ class TestBegun:
         assert prompt.channel == "answer"
         assert byte.decode(prompt.ids).endswith('<think>\n\n</think>\n\n<function name="f">')
         assert byte.control_text["<function"] in prompt.ids
+
+
+class TestChatML:
+    """The built-in one."""
+
+    def test_without_tools_it_is_nothing_but_the_turns(self, minicpm5: Path, byte: Tokenizer) -> None:
+        messages = [Message("system", " s\n"), Message("user", "q"), Message("assistant", "a"), Message("tool", "r")]
+        built_in = load_template(minicpm5, "chatml", byte).render(messages).plain
+        assert built_in == ChatTemplate(CHATML, byte).render(messages).plain
+
+    def test_with_tools(self, minicpm5: Path, byte: Tokenizer) -> None:
+        template = load_template(minicpm5, "chatml", byte)
+        assert isinstance(template.tool_format, Hermes)
+        text = template.render(as_messages(history()), tools=tools_of(TOOLS)).plain
+        assert text.count("<|im_start|>system\n") == 1
+        for tool in TOOLS:
+            assert json.dumps(tool, ensure_ascii=False) + "\n" in text
+        arguments = json.dumps(ARGUMENTS, ensure_ascii=False)
+        assert f'<tool_call>\n{{"name": "name_of", "arguments": {arguments}}}\n</tool_call>\n<tool_call>' in text
+        assert "<|im_start|>user\n<tool_response>\nnoon\n</tool_response><|im_end|>\n" in text
 
 
 @pytest.mark.parametrize("arguments", ["{", "nonsense"])
