@@ -12,7 +12,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from minicpm_cli.errors import MinicpmError, ModelError, RequestError, UsageError
-from minicpm_cli.types import Event, FinishReason, Message, Request, SamplingParams, Timings, Usage
+from minicpm_cli.text.tools import as_json
+from minicpm_cli.types import Event, FinishReason, Message, Request, SamplingParams, Timings, ToolCallDelta, Usage
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 _CONNECT = 10.0  # seconds
@@ -146,10 +147,11 @@ def body_of(request: Request, model: str, given: Collection[str]) -> tuple[str, 
         value = getattr(request.params, name)
         if value is not None and (name in given or value != getattr(plain, name)):
             body[name] = value
-    body |= _constraints(request.params)
+    body |= _constraints(request.params) | _tools(request)
     if isinstance(request.messages, str):
         return COMPLETIONS, body | {"prompt": request.messages + request.prefill}
     messages = [_message(message) for message in request.messages]
+    body |= _tools(request)
     if request.prefill:  # as vLLM and minicpm serve have it; others refuse it by name
         messages.append({"role": "assistant", "content": request.prefill})
         body |= {"continue_final_message": True, "add_generation_prompt": False}
@@ -166,9 +168,26 @@ def _constraints(params: SamplingParams) -> dict[str, Any]:
     return body
 
 
+def _tools(request: Request) -> dict[str, Any]:
+    if not request.tools:
+        return {}
+    choice = request.tool_choice
+    named = {"type": "function", "function": {"name": choice.name}}
+    return {
+        "tools": [tool.definition for tool in request.tools],
+        "tool_choice": choice.mode if choice.name is None else named,
+    }
+
+
 def _message(message: Message) -> dict[str, Any]:
-    thought = {} if message.reasoning is None else {"reasoning_content": message.reasoning}
-    return {"role": message.role, "content": message.content} | thought
+    sent: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.reasoning is not None:
+        sent["reasoning_content"] = message.reasoning
+    if message.tool_calls:
+        sent["tool_calls"] = as_json(message.tool_calls)
+    if message.tool_call_id is not None:
+        sent["tool_call_id"] = message.tool_call_id
+    return sent
 
 
 # ---- what comes back ----------------------------------------------------------------------------------------------
@@ -178,7 +197,7 @@ def events_of(request: Request, lines: Iterator[bytes] | Lines, begun: float) ->
     """The events of a stream. Raises Gone where it ends before its time, RequestError for an error in it."""
     first: float | None = None
     finish: FinishReason | None = None
-    usage = Usage(0, 0)
+    usage, answer = Usage(0, 0), [request.prefill]
     for chunk in _chunks(lines):
         if "error" in chunk:
             raise RequestError("internal", f"the server says: {chunk['error'].get('message', chunk['error'])}")
@@ -186,6 +205,8 @@ def events_of(request: Request, lines: Iterator[bytes] | Lines, begun: float) ->
         for choice in chunk.get("choices") or ():
             for event in _pieces(request.id, choice):
                 first = first or time.monotonic()
+                if event.channel == "answer":
+                    answer.append(event.text)
                 yield event
             if (why := choice.get("finish_reason")) is not None:
                 finish = _FINISHES.get(why, "stop")
@@ -193,7 +214,27 @@ def events_of(request: Request, lines: Iterator[bytes] | Lines, begun: float) ->
         raise Gone("the server ended before its answer did")
     now = time.monotonic()
     timings = Timings(0.0, (first or now) - begun, now - begun)
-    yield Event(request.id, finish=finish, usage=usage, timings=timings, seed=request.params.seed)
+    yield Event(
+        request.id,
+        finish=finish,
+        usage=usage,
+        timings=timings,
+        seed=request.params.seed,
+        incomplete=_incomplete(request.params, finish, "".join(answer)),
+    )
+
+
+def _incomplete(params: SamplingParams, finish: FinishReason, answer: str) -> bool:
+    """Cut, or of a server that took no notice of the schema. Which white space it allows is its own choice."""
+    if params.schema is None and params.regex is None:
+        return False
+    if finish == "length" or params.schema is None:
+        return finish == "length"
+    try:
+        json.loads(answer)
+    except (ValueError, RecursionError):
+        return True
+    return False
 
 
 def _chunks(lines: Iterator[bytes] | Lines) -> Iterator[dict[str, Any]]:
@@ -211,6 +252,20 @@ def _pieces(ident: str, choice: Mapping[str, Any]) -> Iterator[Event]:
         yield Event(ident, thought, "think")
     if text := delta.get("content") or choice.get("text"):
         yield Event(ident, text)
+    for call in delta.get("tool_calls") or ():
+        function = call.get("function") or {}
+        piece = ToolCallDelta(
+            call.get("index", 0), function.get("arguments") or "", call.get("id"), function.get("name")
+        )
+        yield Event(ident, tool_call=piece)
+    for piece in delta.get("tool_calls") or ():
+        yield Event(ident, tool_call=_call_delta(piece))
+
+
+def _call_delta(piece: Mapping[str, Any]) -> ToolCallDelta:
+    function = piece.get("function") or {}
+    index, arguments = piece.get("index") or 0, function.get("arguments") or ""
+    return ToolCallDelta(index, arguments, piece.get("id"), function.get("name"))
 
 
 def _usage(raw: Any) -> Usage | None:

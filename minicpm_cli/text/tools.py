@@ -68,13 +68,11 @@ def check_results(messages: Sequence[Message], where: str = "messages") -> None:
 
 def gathered(pieces: Iterable[ToolCallDelta]) -> tuple[ToolCall, ...]:
     """The calls that came in these pieces."""
-    calls: list[ToolCall] = []
+    calls: dict[int, ToolCall] = {}
     for piece in pieces:
-        if piece.index == len(calls):
-            calls.append(ToolCall(piece.id or "", piece.name or "", ""))
-        call = calls[piece.index]
+        call = calls.setdefault(piece.index, ToolCall(piece.id or "", piece.name or "", ""))
         calls[piece.index] = replace(call, arguments=call.arguments + piece.arguments)
-    return tuple(calls)
+    return tuple(calls[index] for index in sorted(calls))
 
 
 def as_json(calls: Iterable[ToolCall]) -> list[dict[str, Any]]:
