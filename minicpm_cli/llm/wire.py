@@ -151,7 +151,6 @@ def body_of(request: Request, model: str, given: Collection[str]) -> tuple[str, 
     if isinstance(request.messages, str):
         return COMPLETIONS, body | {"prompt": request.messages + request.prefill}
     messages = [_message(message) for message in request.messages]
-    body |= _tools(request)
     if request.prefill:  # as vLLM and minicpm serve have it; others refuse it by name
         messages.append({"role": "assistant", "content": request.prefill})
         body |= {"continue_final_message": True, "add_generation_prompt": False}
@@ -252,12 +251,6 @@ def _pieces(ident: str, choice: Mapping[str, Any]) -> Iterator[Event]:
         yield Event(ident, thought, "think")
     if text := delta.get("content") or choice.get("text"):
         yield Event(ident, text)
-    for call in delta.get("tool_calls") or ():
-        function = call.get("function") or {}
-        piece = ToolCallDelta(
-            call.get("index", 0), function.get("arguments") or "", call.get("id"), function.get("name")
-        )
-        yield Event(ident, tool_call=piece)
     for piece in delta.get("tool_calls") or ():
         yield Event(ident, tool_call=_call_delta(piece))
 
