@@ -8,7 +8,9 @@ from collections.abc import Iterator
 import pytest
 
 from fakes import FakeLLM
-from minicpm_cli.types import Event, Request, Timings, ToolCallDelta, Usage
+from minicpm_cli.llm.remote import RemoteLLM
+from minicpm_cli.text.tools import tools_of
+from minicpm_cli.types import Event, Message, Request, Timings, ToolCall, ToolCallDelta, ToolChoice, Usage
 
 ASKED = [{"role": "user", "content": "Weather in Paris and Rome?"}]
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -100,3 +102,19 @@ def test_bad_tools_are_the_clients_fault(server, name: str) -> None:
     answered = server.chat(**BAD[name])
     assert answered.status == 400
     assert answered.error["type"] == "invalid_request_error"
+
+
+def test_a_model_that_another_program_serves_is_given_tools_too(serve) -> None:
+    server = serve(Calling())
+    llm = RemoteLLM.open(server.url, None, None, {})
+    tools = tools_of(TOOLS)
+    request = Request("a", (Message("user", "Weather?"),), tools=tools, tool_choice=ToolChoice("required", "weather"))
+    events = list(llm.stream([request]))
+    made = [event.tool_call for event in events if event.tool_call]
+    assert "".join(piece.arguments for piece in made if piece.index == 1) == '{"city": "Rome"}'
+    assert (made[0].id, made[0].name, events[-1].finish) == ("call_0", "weather", "tool_calls")
+    assert server.llm.seen[-1].tool_choice == request.tool_choice
+    calls = (ToolCall("call_0", "weather", '{"city": "Paris"}'),)
+    history = (*request.messages, Message("assistant", "", None, calls), Message("tool", "rain", None, (), "call_0"))
+    assert "".join(e.text for e in llm.stream([Request("b", history, tools=tools)])) == "You said: rain"
+    assert server.llm.seen[-1].messages == history
