@@ -287,6 +287,10 @@ def test_closed_streams(tmp_path: Path, out: Path) -> None:
     source = write_lines(tmp_path / "in", [b"bad"])
     assert _closed('"$1" -m minicpm_cli batch "$2" "$3" 2>&-', source, out).returncode == 1
     assert len(rows(out)) == 1
+    opened = _closed('"$1" -c "from minicpm_cli.cli import main; main()" --version <&- 2>&-; echo $?')
+    assert opened.stdout.endswith("\n0\n")
+    filled = "import os; from minicpm_cli import cli; cli._fill_closed_streams(); print(os.open(os.devnull, 0) > 2)"
+    assert _closed(f'"$1" -c "{filled}" <&- 2>&-').stdout == "True\n"  # no file of ours is number 2
     done = _closed('"$1" -m minicpm_cli batch "$2" - >&-', source)
     assert (done.returncode, "no standard output" in done.stderr) == (2, True)
     done = _closed(
