@@ -72,10 +72,8 @@ class Tokenizer:
         try:
             ids: list[int] = self._fast.encode(text, add_special_tokens=False).ids
         except TypeError:
-            half = next(i for i, character in enumerate(text) if "\ud800" <= character <= "\udfff")
-            before = text[max(0, half - 20) : half]
-            raise RequestError(
-                "bad_parameter", f"the text is no Unicode behind {before!r}: half a surrogate pair"
+            raise RequestError(  # which names nothing of the text: control tokens stand there by their secret names
+                "bad_parameter", "the text is no Unicode: it holds bytes that are no UTF-8, or half a surrogate pair"
             ) from None
         return ids
 

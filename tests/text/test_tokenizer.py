@@ -251,5 +251,5 @@ class TestBadFiles:
 
 
 def test_half_a_surrogate_pair_is_refused(byte_folder: Path) -> None:
-    with pytest.raises(RequestError, match="no Unicode behind 'ab'"):
+    with pytest.raises(RequestError, match="no Unicode: it holds bytes that are no UTF-8, or half a surrogate pair"):
         load_tokenizer(byte_folder).encode("ab\ud800c", control=False)
