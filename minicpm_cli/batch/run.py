@@ -221,7 +221,7 @@ class _Run:
         elif event.incomplete:
             del self._open[event.id]
             self._fail(open_.row.failed(_incomplete(open_.answer)))
-        elif event.finish in ("stop", "length"):
+        elif event.finish not in (None, "cancelled"):
             del self._open[event.id]
             self._out.leave(open_.row.line, answer_row(open_.row, open_.answer, model, open_.seed))
             self.counts.add(open_.answer.usage)

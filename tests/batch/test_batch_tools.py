@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Generator, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from fakes import FakeLLM
 from minicpm_cli.batch.lines import Line
 from minicpm_cli.batch.output import Answer, answer_row
 from minicpm_cli.batch.records import Row, Style, parse
-from minicpm_cli.types import Event, Message, ToolCall, ToolCallDelta, ToolChoice
+from minicpm_cli.types import Event, FinishReason, Message, Request, Timings, ToolCall, ToolCallDelta, ToolChoice, Usage
 
 TOOL = {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}
 ASKED = [{"role": "user", "content": "What time is it?"}]
@@ -123,3 +125,27 @@ def test_the_model_is_told_of_the_tools(tmp_path: Path) -> None:
     assert [tool.name for tool in llm.seen[0].tools] == ["now"]
     assert llm.seen[0].tool_choice == ToolChoice("none")
     assert len(rows(tmp_path / "out.jsonl")) == 1
+
+
+@dataclass
+class Caller(FakeLLM):
+    """It ends as it is told to."""
+
+    ending: FinishReason = "tool_calls"
+
+    def stream(self, requests: Iterable[Request | None]) -> Generator[Event]:
+        for request in requests:
+            if request is not None:
+                yield Event(request.id, tool_call=ToolCallDelta(0, id="c1", name="now"))
+                yield Event(request.id, tool_call=ToolCallDelta(0, "{}"))
+                yield Event(request.id, finish=self.ending, usage=Usage(1, 1), timings=Timings(), seed=1)
+
+
+@pytest.mark.parametrize("ending", ["tool_calls", "malformed_tool_call", "length"])
+def test_rows_that_call_are_finished_rows(tmp_path: Path, ending: FinishReason) -> None:
+    write_lines(tmp_path / "in.jsonl", [chat(tools=[TOOL]), {"id": "b", "messages": ASKED, "tools": [TOOL]}])
+    run(tmp_path / "in.jsonl", tmp_path / "out.jsonl", Caller(ending=ending))
+    first, second = sorted(rows(tmp_path / "out.jsonl"), key=lambda row: "custom_id" not in row)
+    (choice,) = first["response"]["body"]["choices"]
+    assert (choice["finish_reason"], second["finish_reason"]) == (ending, ending)
+    assert choice["message"]["tool_calls"] == second["tool_calls"] == [EXPECTED[1] | {"id": "c1"}]
