@@ -174,6 +174,13 @@ def test_the_demo_is_served_as_people_call_it(demo_gguf: Path) -> None:
         asked: Any = [{"role": "user", "content": "What is the capital of France?"}]
         answer = client.chat.completions.create(model=name, messages=asked, temperature=0, max_tokens=40)
         assert "Paris" in str(answer.choices[0].message.content)
+        place = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 20}}, "required": ["city"]}
+        tools: Any = [{"type": "function", "function": {"name": "weather", "parameters": place}}]
+        called = client.chat.completions.create(
+            model=name, messages=asked, tools=tools, tool_choice="required", temperature=0, max_tokens=60
+        ).choices[0]
+        assert called.message.tool_calls is not None
+        assert "city" in json.loads(called.message.tool_calls[0].function.arguments)
         stream = client.chat.completions.create(model=name, messages=asked, temperature=0, max_tokens=40, stream=True)
         text = next(stream).choices[0].delta.content or ""
         process.send_signal(signal.SIGTERM)
