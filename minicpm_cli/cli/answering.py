@@ -11,7 +11,6 @@ from typing import Any, TextIO
 from minicpm_cli.chat.code_block import last_code_block
 from minicpm_cli.chat.reply import Reply
 from minicpm_cli.chat.terminal import Terminal
-from minicpm_cli.chat.view import Awaited, PlainView
 from minicpm_cli.chat.waiting import Waiting
 from minicpm_cli.llm.info import LanguageModel
 from minicpm_cli.text.tools import as_json
@@ -36,6 +35,8 @@ class Form:
 def answer(llm: LanguageModel, request: Request, terminal: Terminal, form: Form) -> Reply:
     """Raises BrokenPipeError as soon as nobody reads any more, also while nothing is written yet."""
     reply = Reply(request.prefill)
+    from minicpm_cli.chat.view import Awaited, PlainView
+
     view = Awaited(PlainView(terminal), Waiting(terminal, what="reading" if form.streamed else "answering"))
     if form.streamed:
         view.show("answer", request.prefill)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from minicpm_cli.chat.terminal import Terminal
 from minicpm_cli.cli.progress import ProgressLine
-from minicpm_cli.hub.files import ModelFiles
 from minicpm_cli.llm.info import LanguageModel, Prompts
 from minicpm_cli.settings import Settings
+
+if TYPE_CHECKING:
+    from minicpm_cli.hub.files import ModelFiles
 
 DEMO = (
     "no model was chosen, so this is demo (SmolLM2-135M-Instruct), which is only good for trying things out. "

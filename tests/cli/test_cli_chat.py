@@ -10,7 +10,7 @@ import pytest
 
 from fakes import FakeLLM
 from minicpm_cli.chat.sessions import Sessions
-from minicpm_cli.cli import chat
+from minicpm_cli.cli import chatting
 from minicpm_cli.types import Event, Message, Request
 
 
@@ -90,8 +90,8 @@ def test_a_flag_changes_the_replay_and_the_difference_is_said(cli, home: Path) -
 
 def test_a_replay_loads_the_model_as_it_was(cli, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    keep = chat._with_lookup
-    monkeypatch.setattr(chat, "_with_lookup", lambda settings: seen.append(settings.options) or keep(settings))
+    keep = chatting._with_lookup
+    monkeypatch.setattr(chatting, "_with_lookup", lambda settings: seen.append(settings.options) or keep(settings))
     monkeypatch.chdir(home)
     (home / "here").mkdir()
     assert cli("chat", "-m", "here", "--session", "a", "--kv-dtype", "fp8", stdin=b"hello\n").code == 0
