@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
 
 from fakes import FakeLLM
@@ -28,10 +30,10 @@ def test_who_looks_up(
     seen: list[Settings] = []
     if variable:
         monkeypatch.setenv("MINICPM_LOOKUP", variable)
-    monkeypatch.setattr("sys.stdin", None)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO()))
     runtime = Runtime(open_llm=lambda settings, _: seen.append(settings) or FakeLLM())  # type: ignore[func-returns-value]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("minicpm_cli.chat.repl.run", lambda *_: 0)
-        patch.setattr("minicpm_cli.cli.chat._lines", lambda *_: type("Lines", (), {"typed": False}))
+        patch.setattr("minicpm_cli.cli.chatting._lines", lambda *_: type("Lines", (), {"typed": False}))
         assert exit_code(arguments, runtime) == 0
     assert seen[0].options.lookup == wanted
