@@ -43,7 +43,7 @@ from minicpm_cli.server.served import Served
 from minicpm_cli.server.shapes import ChatShape, CompletionShape, Head, Shape
 from minicpm_cli.types import Request, SamplingParams
 
-_OWNER = "openbmb"
+_OWNER = "minicpm-cli"  # whoever serves it: what the model is may be anybody's
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 _ERRORS: dict[int | str, dict[str, Any]] = {
     400: {"model": ErrorBody, "description": "The request is wrong."},
