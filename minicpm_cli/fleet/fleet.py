@@ -8,7 +8,6 @@ the same.
 
 from __future__ import annotations
 
-from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -111,8 +110,7 @@ class Fleet:
         return max((worker.gpu_peak_bytes for worker in self._workers if worker.gpu_peak_bytes), default=None)
 
     def encoded(self, request: Request) -> Request:
-        prompt = self._prompter.build(request)
-        return replace(request, ids=array("I", prompt.ids), channel=prompt.channel)
+        return self._prompter.encoded(request)
 
     def prompt(self, request: Request) -> list[int]:
         return self._prompter.prompt(request)

@@ -124,7 +124,7 @@ def choose(rows: int, heads: int, keys: int, longest: int, narrow: bool) -> Cut:
     """The cut by the sizes, as measured on an H200: more blocks along a sequence where there are few sequences.
 
     `narrow`: a token's head takes less than 128 bytes, so that a warp takes two side by side. For 36 heads of 64 codes
-    that is 53 us instead of 67 with 64 rows of 576 tokens, 209 instead of 275 with 256 of 640; not with a single row.
+    that is 53 us instead of 66 with 64 rows of 576 tokens, 209 instead of 260 with 256 of 640; not with a single row.
     """
     tasks = _tasks(rows, heads, keys)
     across = 2 if narrow and tasks > 72 and heads % 2 == 0 else 1

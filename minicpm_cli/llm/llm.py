@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 import time
-from array import array
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -112,8 +111,7 @@ class LLM:
         return self._prompter.tokenizer.piece(ident)
 
     def encoded(self, request: Request) -> Request:
-        prompt = self._prompter.build(request)
-        return replace(request, ids=array("I", prompt.ids), channel=prompt.channel)
+        return self._prompter.encoded(request)
 
     def prompt(self, request: Request) -> list[int]:
         return self._prompter.prompt(request)

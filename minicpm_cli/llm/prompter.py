@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
@@ -85,6 +87,11 @@ class Prompter:
             tools=calls.tools if calls else (),
             begun=calls.forced.begun if calls else "",
         )
+
+    def encoded(self, request: Request) -> Request:
+        """With its tokens, which need not be made any more. Raises as `build`."""
+        prompt = self.build(request)
+        return replace(request, ids=array("I", prompt.ids), channel=prompt.channel)
 
     def calling(self, request: Request) -> Calling | None:
         """How the answer may call tools. Raises RequestError."""

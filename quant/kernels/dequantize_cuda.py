@@ -60,8 +60,7 @@ def supported(w: DeviceInt, dtype: torch.dtype) -> bool:
 
 
 def form_of(w: DeviceInt, dtype: torch.dtype) -> Form:
-    kind = 2 if w.shift is not None else 0 if w.zero is None else 1
-    return Form(w.bits, dtype == torch.float16, SCALES[w.scale.dtype], kind, w.group // PIECE)
+    return Form(w.bits, dtype == torch.float16, SCALES[w.scale.dtype], w.kind, w.group // PIECE)
 
 
 class Dequantize:

@@ -169,8 +169,7 @@ def form_of(weight: Tensor | DeviceInt, dtype: torch.dtype) -> Form:
     half = dtype == torch.float16
     if isinstance(weight, Tensor):
         return Form(16, half)
-    kind = 2 if weight.shift is not None else 0 if weight.zero is None else 1
-    return Form(weight.bits, half, SCALES[weight.scale.dtype], kind, _run(weight.bits, weight.group))
+    return Form(weight.bits, half, SCALES[weight.scale.dtype], weight.kind, _run(weight.bits, weight.group))
 
 
 def _run(bits: int, group: int) -> int:

@@ -39,6 +39,11 @@ class DeviceInt:
         return self.words.shape[1] * (32 // self.bits)
 
     @property
+    def kind(self) -> int:
+        """As kernels are told: 0 where every zero point is the middle, 1 with zero points, 2 with shifts."""
+        return 2 if self.shift is not None else 0 if self.zero is None else 1
+
+    @property
     def nbytes(self) -> int:
         return sum(t.nbytes for t in (self.words, self.scale, self.zero, self.shift) if t is not None)
 

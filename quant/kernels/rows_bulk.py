@@ -157,9 +157,8 @@ def form_of(
     half, shape = dtype == torch.float16, (batch, warp_groups, parts, depth, chunks)
     if isinstance(weight, Tensor):
         return Form(16, half, 0, 0, 1, *shape)
-    kind = 2 if weight.shift is not None else 0 if weight.zero is None else 1
     run = WHOLE_ROW if weight.group == weight.K else weight.group // 32
-    return Form(weight.bits, half, SCALES[weight.scale.dtype], kind, run, *shape)
+    return Form(weight.bits, half, SCALES[weight.scale.dtype], weight.kind, run, *shape)
 
 
 def most_rows(weight: Tensor) -> int:

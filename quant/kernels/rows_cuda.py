@@ -167,9 +167,8 @@ def form_of(
     depth: int = 3,
     gate: Gate | None = None,
 ) -> Form:
-    kind = 2 if w.shift is not None else 0 if w.zero is None else 1
     run = WHOLE_ROW if w.group == w.K else w.group // 32
-    bits = w.bits, dtype == torch.float16, SCALES[w.scale.dtype], kind, run
+    bits = w.bits, dtype == torch.float16, SCALES[w.scale.dtype], w.kind, run
     return Form(*bits, batch, warp_groups, parts, depth, GATES[gate.kind] if gate else 0)
 
 

@@ -8,8 +8,6 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from multiprocessing.connection import Connection, Pipe
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -26,8 +24,8 @@ class Prompter:
 
     defaults = SamplingParams()
 
-    def build(self, request: Request) -> Any:
-        return SimpleNamespace(ids=FakeLLM().encoded(request).ids, channel="answer")
+    def encoded(self, request: Request) -> Request:
+        return FakeLLM().encoded(request)
 
 
 class Workers:
