@@ -19,6 +19,8 @@ from tensor_decoder import TensorDecoder
 
 from minicpm_cli.engine.engine import Engine, EngineConfig
 from minicpm_cli.engine.graphs import padded
+from minicpm_cli.engine.memory_workspace import PREFILL_GRAPH
+from minicpm_cli.engine.prefills import SIZES
 from minicpm_cli.engine.sequence import Sequence
 
 
@@ -119,6 +121,11 @@ def test_few_sizes_of_steps_and_little_padding() -> None:
     assert len(set(sizes)) == 27
     assert max(sizes) == 1000
     assert all(count <= size <= max(1.25 * count, count + 7) for count, size in enumerate(sizes, 1))
+
+
+def test_the_longest_captured_prompt_is_the_one_that_is_planned_for() -> None:
+    assert list(SIZES) == sorted(set(SIZES))
+    assert SIZES[-1] == PREFILL_GRAPH
 
 
 def soak(engine: Engine, seconds: float, hosted: bool = True) -> int:
