@@ -71,10 +71,12 @@ def _waiting_allowed(device: torch.device) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
-    mode = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("default")
-    try:
-        with torch.cuda.device(device):
+    with torch.cuda.device(device):
+        if not (mode := torch.cuda.get_sync_debug_mode()):  # setting it warns, even to what it is
             yield
-    finally:
-        torch.cuda.set_sync_debug_mode(mode)
+            return
+        torch.cuda.set_sync_debug_mode("default")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)

@@ -24,6 +24,7 @@ TARGETS = {
     "minicpm-moe-8x2b": ("v_proj", "w1", "w2", "gate"),
 }
 IDS = list(range(5, 60))
+USUAL, FP8 = 0.05, 0.12  # of bf16 beside float32; fp8 rounds activations to three mantissa bits in every layer
 
 
 def written(folder: Path, family: str, kind: str) -> tuple[Path, Path]:
@@ -37,6 +38,13 @@ def written(folder: Path, family: str, kind: str) -> tuple[Path, Path]:
     return path, folder / "adapter"
 
 
+def error(quick: torch.Tensor, exact: torch.Tensor, family: str) -> float:  # [T, V]
+    """Where experts are routed, of the middle row: between two that are nearly equal a router may take the other one."""
+    if family != "minicpm-moe-8x2b":
+        return relative_error(quick, exact)
+    return float(((quick - exact).norm(dim=-1) / exact.norm(dim=-1)).median())
+
+
 @pytest.mark.parametrize("kind", ["plain", "gptq", "gptq-order", "nf4", "fp8", "Q4_0"])
 @pytest.mark.parametrize("family", TARGETS)
 def test_logits_are_the_cpu_s(tmp_path: Path, family: str, kind: str) -> None:
@@ -44,7 +52,7 @@ def test_logits_are_the_cpu_s(tmp_path: Path, family: str, kind: str) -> None:
     found = Checkpoint.read(path).with_options(LoadOptions(lora=str(adapter)))
     exact = all_logits(found.decoder(torch.device("cpu"), torch.float32), IDS)
     quick = all_logits(found.decoder(torch.device("cuda"), torch.bfloat16), IDS, [40, 1, 1, 13])
-    assert relative_error(quick.cpu(), exact) < (0.2 if "moe" in family else 4e-2)  # a router may flip
+    assert error(quick.cpu(), exact, family) < (FP8 if kind == "fp8" else USUAL)
 
 
 @pytest.mark.parametrize("kind", ["plain", "gptq", "nf4"])
@@ -55,6 +63,9 @@ def test_captured_steps_say_the_same(tmp_path: Path, kind: str) -> None:
         options = LoadOptions(str(path), "cuda", "fp32", ctx=256, max_seqs=4, graphs=graphs, lora=str(adapter))
         llm = LLM.open(options, ModelFiles(str(path), path), cache=KERNELS)
         requests = [Request(str(i), "hello world " * (i + 1), SamplingParams(0.0, max_tokens=24)) for i in range(3)]
-        said.append(sorted((event.id, event.text) for event in llm.stream(requests) if event.finish is None))
+        texts = dict.fromkeys([request.id for request in requests], "")
+        for event in llm.stream(requests):
+            texts[event.id] += event.text
+        said.append(texts)
         llm.close()
     assert said[0] == said[1]
