@@ -50,14 +50,15 @@ class DecodeAttention:
         page_size: int,
         tiling: Tiling | Cut | None = None,
         sequences: int | None = None,
-    ) -> Tensor:  # [B, Hq, Dv]
+        out: Tensor | None = None,
+    ) -> Tensor:  # [B, Hq, Dv], `out` if it is given
         """softmax(q k^T * scale) v over each row's kv_len tokens, whatever other rows and the order of blocks.
 
         Rows may be of fewer `sequences`, and then their older tokens may have come with the launch before this one.
         What a row gives is equal to the bit to what it gives in a launch of so many rows.
         """
         history = History(cache, page_table, kv_len, page_size)
-        return self._attended(q, q.shape[1], history, scale, None, tiling, sequences)
+        return self._attended(q, q.shape[1], history, scale, None, tiling, sequences, out)
 
     def rope_store_decode(
         self,
@@ -87,17 +88,18 @@ class DecodeAttention:
         turn: Turn | None,
         tiling: Tiling | Cut | None,
         sequences: int | None,
+        out: Tensor | None = None,
     ) -> Tensor:
         cache, rows, overlaps = history.cache, sequences or len(q), sequences is None
         tiling = tiling or self._cut(q, rows, heads, history, turn)
         if isinstance(tiling, Cut):
             table, lengths, size = history.page_table, history.kv_len, history.page_size
             return attention_decode_cuda.decode(
-                q, cache, table, lengths, scale, size, turn, tiling, self._folder, overlaps=overlaps
+                q, cache, table, lengths, scale, size, turn, tiling, self._folder, overlaps=overlaps, out=out
             )
         if heads == cache.k.shape[2]:
-            return self._multi_head(q, history, scale, turn, tiling or multi_head_tiling(rows, history), overlaps)
-        return self._grouped(q, heads, history, scale, turn, tiling or grouped_tiling(rows, history), overlaps)
+            return self._multi_head(q, history, scale, turn, tiling or multi_head_tiling(rows, history), overlaps, out)
+        return self._grouped(q, heads, history, scale, turn, tiling or grouped_tiling(rows, history), overlaps, out)
 
     def _cut(self, q: Tensor, rows: int, heads: int, history: History, turn: Turn | None) -> Cut | None:
         """How the CUDA form does it, where that can and is faster."""
@@ -109,7 +111,7 @@ class DecodeAttention:
         return attention_decode_cuda.choose(rows, heads, keys, history.longest, narrow)
 
     def _multi_head(
-        self, q: Tensor, history: History, scale: float, turn: Turn | None, t: Tiling, overlaps: bool
+        self, q: Tensor, history: History, scale: float, turn: Turn | None, t: Tiling, overlaps: bool, out: Tensor | None
     ) -> Tensor:
         cache = history.cache
         rows, heads, width = len(q), *cache.k.shape[2:]
@@ -117,7 +119,7 @@ class DecodeAttention:
         assert heads % t.block == 0
         assert t.splits == 1 or rows * heads // t.block <= ARRIVALS
         padded = _power_of_two(width)
-        out = q.new_empty(rows, heads, width)
+        out = q.new_empty(rows, heads, width) if out is None else out
         kernels.multi_head[(heads // t.block, rows, t.splits)](
             q, *history.tensors, out, *_parts(out, t.splits), self._arrivals, *(turn or (None, None)),
             scale * LOG2_E, q.stride(0), *history.strides,
@@ -129,7 +131,15 @@ class DecodeAttention:
         return out
 
     def _grouped(
-        self, q: Tensor, heads: int, history: History, scale: float, turn: Turn | None, t: Tiling, overlaps: bool
+        self,
+        q: Tensor,
+        heads: int,
+        history: History,
+        scale: float,
+        turn: Turn | None,
+        t: Tiling,
+        overlaps: bool,
+        out: Tensor | None,
     ) -> Tensor:
         cache = history.cache
         rows, (keys, width), value = len(q), cache.k.shape[2:], cache.v.shape[3]
@@ -138,7 +148,7 @@ class DecodeAttention:
         shared = cache.rows.shape[1] == keys  # MLA keeps no values of their own
         assert not shared or value == first
         assert turn is None or width == first, "rotation on the way is for heads of a power of two"
-        out = q.new_empty(rows, heads, value)
+        out = q.new_empty(rows, heads, value) if out is None else out
         partials, stats = _parts(out, t.splits)
         attention_decode_grouped.grouped[(keys * -(-group // t.block), rows, t.splits)](
             q, *history.tensors, out, partials, stats, *(turn or (None, None)),

@@ -157,6 +157,7 @@ def decode(
     folder: Path | None = None,
     *,
     overlaps: bool = True,
+    out: Tensor | None = None,
 ) -> Tensor:  # [B, Hq, D]
     """softmax(q k^T * scale) v over each row's kv_len tokens; with `turn` the newest is rotated and stored first.
 
@@ -164,7 +165,7 @@ def decode(
     """
     rows, (keys, width) = len(q), cache.k.shape[2:]
     heads = q.shape[1] - (2 * keys if turn else 0)
-    out = q.new_empty(rows, heads, width)
+    out = q.new_empty(rows, heads, width) if out is None else out
     cut = cut or choose(rows, heads, keys, page_table.shape[1] * page_size, narrow(cache))
     kind, half = KINDS.get(cache.k.dtype, 0), turn[0].shape[-1] if turn else 0
     form = Form(width, heads, keys, page_size, kind, q.dtype == torch.float16, half, cut)
