@@ -15,7 +15,7 @@ from minicpm_cli.engine.pages import DUMMY
 from minicpm_cli.engine.penalties import Penalties, PenaltyState, rates
 from minicpm_cli.engine.plan import Chunk, Plan
 from minicpm_cli.engine.sequence import Sequence
-from minicpm_cli.kernels.batch import ForwardBatch
+from minicpm_cli.kernels.batch import ForwardBatch, apart
 
 Shape = int | tuple[int, int]
 Arrays = dict[str, NDArray[Any]]
@@ -120,7 +120,7 @@ class StepInputs:
         if "flying" in there:
             assert drawn is not None, "a token in flight, and nothing was drawn on the device"
             there["ids"].index_copy_(0, there["flying"], drawn[there["row"]])
-        return self.batch(there), there
+        return apart(self.batch(there)), there
 
     def batch(self, there: Tensors) -> ForwardBatch:
         """Over these tensors, which are as the layout says."""

@@ -111,7 +111,14 @@ class DecodeAttention:
         return attention_decode_cuda.choose(rows, heads, keys, history.longest, narrow)
 
     def _multi_head(
-        self, q: Tensor, history: History, scale: float, turn: Turn | None, t: Tiling, overlaps: bool, out: Tensor | None
+        self,
+        q: Tensor,
+        history: History,
+        scale: float,
+        turn: Turn | None,
+        t: Tiling,
+        overlaps: bool,
+        out: Tensor | None,
     ) -> Tensor:
         cache = history.cache
         rows, heads, width = len(q), *cache.k.shape[2:]

@@ -83,13 +83,14 @@ def prefill(
     batch: ForwardBatch,
     scale: float,
     tile: Tile | None = None,
-) -> Tensor:  # [T, Hq, Dv]
+    out: Tensor | None = None,
+) -> Tensor:  # [T, Hq, Dv], `out` if it is given
     """softmax(q k^T * scale) v, each token over its sequence up to itself; the new tokens are in the cache already."""
     (tokens, heads, dk), (kv_heads, dv) = q.shape, cache.v.shape[2:]
     group, sequences = heads // kv_heads, len(batch.kv_len)
     quantized, run = cache.scales is not None, bool(batch.runs) and min(batch.runs) >= 0
     tile = tile or tile_for(dk, q.element_size(), quantized, run)
-    out = torch.empty(tokens, heads, dv, device=q.device, dtype=q.dtype)
+    out = q.new_empty(tokens, heads, dv) if out is None else out
     # In one dimension: a long prompt of many query heads has more tiles than the 65,535 that the others hold.
     grid = (kv_heads * (tokens * group // tile.rows + sequences),)
     _prefill[grid](

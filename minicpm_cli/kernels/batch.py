@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -42,3 +42,42 @@ class ForwardBatch:
     kv_lens: tuple[int, ...]
     runs: tuple[int, ...] = ()  # the first page of each sequence whose pages are consecutive, -1 for the others
     drafts: Drafts | None = None
+    parts: tuple[ForwardBatch, ForwardBatch] | None = None  # the same, `apart`
+
+
+def leading_singles(q_lens: tuple[int, ...]) -> int:
+    """How many sequences at the front have one new token each."""
+    return next((i for i, length in enumerate(q_lens) if length != 1), len(q_lens))
+
+
+def apart(batch: ForwardBatch) -> ForwardBatch:
+    """The batch; where single tokens come before longer runs, with these and those as batches of their own, too.
+
+    What attends to one query a sequence is another kernel than what attends to many.
+    """
+    first = leading_singles(batch.q_lens)
+    if not 0 < first < len(batch.q_lens):
+        return batch
+    return replace(batch, parts=(_sequences(batch, 0, first), _sequences(batch, first, len(batch.q_lens))))
+
+
+def _sequences(batch: ForwardBatch, first: int, stop: int) -> ForwardBatch:
+    """Some of the sequences, `first` of one token before them; none of them sampled."""
+    q_lens, kv_lens = batch.q_lens[first:stop], batch.kv_lens[first:stop]
+    rows = slice(first, first + sum(q_lens))
+    q_start = batch.q_start[first : stop + 1]
+    return replace(
+        batch,
+        ids=batch.ids[rows],
+        positions=batch.positions[rows],
+        slots=batch.slots[rows],
+        q_start=q_start - first if first else q_start,
+        kv_len=batch.kv_len[first:stop],
+        page_table=batch.page_table[first:stop],
+        last=batch.last[:0],
+        max_q=max(q_lens),
+        max_kv=max(kv_lens),
+        q_lens=q_lens,
+        kv_lens=kv_lens,
+        runs=batch.runs[first:stop],
+    )

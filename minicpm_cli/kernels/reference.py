@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from minicpm_cli.kernels.batch import ForwardBatch
+from minicpm_cli.kernels.batch import ForwardBatch, leading_singles
 from minicpm_cli.kernels.cache import LayerCache, encode
 
 # So few new tokens of a sequence attend one by one, as in decode steps: the rows that verify expected tokens then give
@@ -60,7 +60,7 @@ def rope_store(
     cache: LayerCache,
     slots: Tensor,  # [T] int64
 ) -> None:
-    """Rotates queries and keys in place, and puts keys and values into the cache."""
+    """Rotates queries in place, and puts rotated keys and values into the cache. What qkv's keys hold then is not said."""
     rope_(qkv[:, : heads + cache.k.shape[2]], cos, sin)
     store(qkv[:, heads:], cache, slots)
 
@@ -106,10 +106,6 @@ def rope_attend(
     """Rotates, stores and attends. What qkv holds afterwards is not said."""
     rope_store(qkv, cos, sin, heads, cache, batch.slots)
     return attend(qkv[:, :heads], cache, batch, scale)
-
-
-def leading_singles(q_lens: tuple[int, ...]) -> int:
-    return next((i for i, length in enumerate(q_lens) if length != 1), len(q_lens))
 
 
 def _decode(q: Tensor, cache: LayerCache, batch: ForwardBatch, scale: float, count: int) -> Tensor:

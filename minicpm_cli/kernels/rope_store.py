@@ -29,7 +29,7 @@ def rope_store(
     cache: LayerCache,
     slots: Tensor,  # [T] int64
 ) -> None:
-    """Rotates queries and keys in place, and puts keys and values into the cache."""
+    """Rotates queries in place, and puts rotated keys and values into the cache. Of keys, qkv holds them as they were."""
     tokens, every, dim = qkv.shape
     rotated = heads + cache.k.shape[2]
     if tokens:
@@ -154,8 +154,9 @@ def _rope_store(
         # rounded here, so that the cache holds what attention's inputs hold
         a, b = a * c - b * s, b * c + a * s
         a, b = a.to(x.dtype.element_ty), b.to(x.dtype.element_ty)
-        tl.store(own + a_at, a, mask=turning)
-        tl.store(own + a_at + half, b, mask=turning)
+        back = turning & (head[:, None] < kept)
+        tl.store(own + a_at, a, mask=back)
+        tl.store(own + a_at + half, b, mask=back)
         a, b = a.to(tl.float32), b.to(tl.float32)
     if rows is not None:
         slot = tl.load(slots + token)
@@ -167,12 +168,13 @@ def _rope_store(
             held = (head[:, None] < heads) & (head[:, None] >= kept) & (r[None, :] < rest)
             whole = tl.load(own + r[None, :], mask=held, other=0.0).to(tl.float32)
         if scales is not None:
-            scale = _best_scale(a, b, whole, rest, largest, WHOLE)
-            at = scales + slot // PAGE * scale_stride + (head - kept) * PAGE + slot % PAGE
-            tl.store(at, scale.to(tl.float16), mask=(head >= kept) & (head < heads))
-            a, b = _codes(a, scale, largest, WHOLE), _codes(b, scale, largest, WHOLE)
-            if rest > 0:
-                whole = _codes(whole, scale, largest, WHOLE)
+            if tl.program_id(1) * HEADS + HEADS > kept:  # of queries alone nothing is stored
+                scale = _best_scale(a, b, whole, rest, largest, WHOLE)
+                at = scales + slot // PAGE * scale_stride + (head - kept) * PAGE + slot % PAGE
+                tl.store(at, scale.to(tl.float16), mask=(head >= kept) & (head < heads))
+                a, b = _codes(a, scale, largest, WHOLE), _codes(b, scale, largest, WHOLE)
+                if rest > 0:
+                    whole = _codes(whole, scale, largest, WHOLE)
         tl.store(there + a_at, a.to(rows.dtype.element_ty), mask=stored)
         tl.store(there + a_at + half, b.to(rows.dtype.element_ty), mask=stored)
         if rest > 0:

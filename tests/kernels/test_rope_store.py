@@ -63,10 +63,13 @@ def test_rope_store(shape: str, dtype: torch.dtype, kernel_device: str) -> None:
     mine, plain = (cache_of(2 * hkv, dim, dtype, kernel_device) for _ in range(2))
     expected = qkv.double()
     reference.rope_(expected[:, : hq + hkv], cos.double(), sin.double())
+    turned = qkv.clone()
+    rope_(turned[:, : hq + hkv], cos, sin)
+    assert relative_error(turned, expected) < ROUNDED[dtype]
     rope_store(qkv, cos, sin, hq, mine, slots)
-    assert relative_error(qkv, expected) < ROUNDED[dtype]
-    reference.store(qkv[:, hq:], plain, slots)  # the cache holds exactly what stands in the rows
+    reference.store(turned[:, hq:], plain, slots)  # the cache holds exactly what the rotated rows would
     assert torch.equal(mine.rows, plain.rows)
+    assert torch.equal(qkv[:, :hq], turned[:, :hq])
 
 
 @pytest.mark.parametrize("codes", [FP8, torch.int8])
@@ -77,6 +80,7 @@ def test_codes(shape: str, codes: torch.dtype, kernel_device: str) -> None:
     qkv[3, hq:] = 0.0
     mine, plain = (cache_of(2 * hkv, dim, codes, kernel_device) for _ in range(2))
     rope_store(qkv, cos, sin, hq, mine, slots)
+    rope_(qkv[:, hq : hq + hkv], cos, sin)
     reference.store(qkv[:, hq:], plain, slots)
     assert mine.scales is not None
     assert (mine.scales.flatten(0, 1)[slots[3]] == 1.0).all()

@@ -1,0 +1,68 @@
+"""Steps of single tokens and of prompts together: each goes to its own kernel, and rows are as the textbook has them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from minicpm_cli.kernels.batch import apart
+
+pytest.importorskip("triton", reason="the kernels are written in it")
+from test_attention_prefill import FP8, HEADS, PAGE, TOLERANCE, dtypes, exact, paged, queries
+
+from minicpm_cli.kernels import gpu
+from minicpm_cli.kernels.gpu import Attention
+from steps import relative_error
+
+RUNS = [(1, 10), (1, 33), (1, 0), (21, 0), (3, 30), (1, 7)]
+SINGLES = 3
+MULTI = {name: HEADS[name] for name in ("mha", "gqa", "two parts")}
+
+
+@pytest.mark.parametrize("codes", [None, torch.int8, FP8])
+@pytest.mark.parametrize("shape", MULTI)
+def test_mixed_steps(shape: str, codes: torch.dtype | None, kernel_device: str) -> None:
+    heads = HEADS[shape]
+    for dtype in dtypes(kernel_device):
+        cache, batch, values = paged(RUNS, heads, dtype, kernel_device, codes)
+        batch, q = apart(batch), queries(batch, heads, dtype)
+        out = Attention(torch.device(kernel_device), None).attend(q, cache, batch, 0.2)
+        assert relative_error(out, exact(q, values, batch, heads, 0.2)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize(("shape", "split"), [("mha", True), ("gqa", True), ("mqa", False), ("mla", False)])
+def test_few_heads_of_a_key_go_apart(shape: str, split: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    heads, seen = HEADS[shape], list[int]()
+    cache, batch, _ = paged(RUNS, heads, torch.float16, "cpu", None)
+
+    def prefill(q: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+        seen.append(len(q))
+        return q[..., : heads[3]]
+
+    monkeypatch.setattr(gpu, "prefill", prefill)
+    attention = Attention(torch.device("cpu"), None)
+    monkeypatch.setattr(attention, "decode", lambda q, *_, **__: seen.append(len(q)))
+    attention.attend(queries(batch, heads, torch.float16), cache, apart(batch), 0.2)
+    tokens = sum(new for new, _ in RUNS)
+    assert seen == ([SINGLES, tokens - SINGLES] if split else [tokens])
+
+
+def test_the_parts_of_a_batch() -> None:
+    _, batch, _ = paged(RUNS, HEADS["mha"], torch.float16, "cpu", None)
+    parts = apart(batch).parts
+    assert parts is not None
+    singles, runs = parts
+    assert (singles.q_lens, singles.max_q, singles.max_kv) == ((1, 1, 1), 1, 34)
+    assert (runs.q_lens, runs.max_q, runs.max_kv) == ((21, 3, 1), 21, 33)
+    assert singles.q_start.tolist() == [0, 1, 2, 3]
+    assert runs.q_start.tolist() == [0, 21, 24, 25]
+    for name in ("ids", "positions", "slots", "kv_len", "page_table"):
+        whole = torch.cat([getattr(singles, name), getattr(runs, name)])
+        assert torch.equal(whole, getattr(batch, name)), name
+    assert (singles.page_size, singles.runs + runs.runs) == (PAGE, batch.runs)
+
+
+@pytest.mark.parametrize("runs", [[(1, 4), (1, 0)], [(5, 0), (1, 3)]])
+def test_nothing_to_take_apart(runs: list[tuple[int, int]]) -> None:
+    _, batch, _ = paged(runs, HEADS["mha"], torch.float16, "cpu", None)
+    assert apart(batch).parts is None
