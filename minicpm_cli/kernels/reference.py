@@ -60,7 +60,7 @@ def rope_store(
     cache: LayerCache,
     slots: Tensor,  # [T] int64
 ) -> None:
-    """Rotates queries in place, and puts rotated keys and values into the cache. What qkv's keys hold then is not said."""
+    """Rotates queries in place, and puts rotated keys and values into the cache. Keys in qkv are undefined after it."""
     rope_(qkv[:, : heads + cache.k.shape[2]], cos, sin)
     store(qkv[:, heads:], cache, slots)
 

@@ -29,7 +29,7 @@ def rope_store(
     cache: LayerCache,
     slots: Tensor,  # [T] int64
 ) -> None:
-    """Rotates queries in place, and puts rotated keys and values into the cache. Of keys, qkv holds them as they were."""
+    """Rotates queries in place, and puts rotated keys and values into the cache. Keys in qkv stay as they were."""
     tokens, every, dim = qkv.shape
     rotated = heads + cache.k.shape[2]
     if tokens:
@@ -167,7 +167,7 @@ def _rope_store(
             r = tl.arange(0, rest_pad)
             held = (head[:, None] < heads) & (head[:, None] >= kept) & (r[None, :] < rest)
             whole = tl.load(own + r[None, :], mask=held, other=0.0).to(tl.float32)
-        if scales is not None:
+        if scales is not None:  # noqa: SIM102 - the first is known when it is compiled
             if tl.program_id(1) * HEADS + HEADS > kept:  # of queries alone nothing is stored
                 scale = _best_scale(a, b, whole, rest, largest, WHOLE)
                 at = scales + slot // PAGE * scale_stride + (head - kept) * PAGE + slot % PAGE

@@ -1,4 +1,4 @@
-"""Steps of single tokens and of prompts together: each goes to its own kernel, and rows are as the textbook has them."""
+"""Steps of single tokens and of prompts together: each goes to its own kernel, and all are as the textbook says."""
 
 from __future__ import annotations
 
