@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 
 from minicpm_cli.errors import RequestError
 
@@ -70,5 +71,4 @@ def escaped(mark: str) -> str:
 
 def _candidates() -> Iterator[str]:
     """Unicode's noncharacters, then a private area: neither is space, letter or digit, and neither has a case."""
-    for code in (*range(0xFDD2, 0xFDF0), *range(0xF0000, 0xFFFFE)):
-        yield chr(code)
+    return map(chr, chain(range(0xFDD2, 0xFDF0), range(0xF0000, 0xFFFFE)))

@@ -69,8 +69,8 @@ class Tokenizer:
 
     def encode_named(self, text: str) -> list[int]:
         """The ids of a text in which control tokens stand by their names (see `named`)."""
-        try:
-            ids: list[int] = self._fast.encode(text, add_special_tokens=False).ids
+        try:  # of a batch: other threads run meanwhile, which `encode` does not let them
+            ids: list[int] = self._fast.encode_batch_fast([text], add_special_tokens=False)[0].ids
         except TypeError:
             raise RequestError(  # which names nothing of the text: control tokens stand there by their secret names
                 "bad_parameter", "the text is no Unicode: it holds bytes that are no UTF-8, or half a surrogate pair"
