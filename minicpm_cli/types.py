@@ -26,12 +26,16 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """A piece of a call on its way: the first of each `index` has its id and name, all together its arguments."""
+    """A piece of a call on its way: the first of each `index` has its id and name, all together its arguments.
+
+    `void`: what was begun was no call, or was cut off; its text follows as content.
+    """
 
     index: int
     arguments: str = ""
     id: str | None = None
     name: str | None = None
+    void: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from minicpm_cli.text.tools import as_json, gathered
 from minicpm_cli.types import Event, Logprob, ToolCallDelta, Usage
 
 Json = dict[str, Any]
@@ -32,7 +33,7 @@ class Choice:
 
     text: list[str] = field(default_factory=list)
     thought: list[str] = field(default_factory=list)
-    calls: list[Json] = field(default_factory=list)
+    calls: list[ToolCallDelta] = field(default_factory=list)
     logprobs: list[Logprob] = field(default_factory=list)
     finish: str | None = None
     usage: Usage | None = None
@@ -41,17 +42,9 @@ class Choice:
         (self.thought if event.channel == "think" else self.text).append(event.text)
         self.logprobs += event.logprobs
         if event.tool_call is not None:
-            self._call(event.tool_call)
+            self.calls.append(event.tool_call)
         if event.finish is not None:
             self.finish, self.usage = event.finish, event.usage
-
-    def _call(self, piece: ToolCallDelta) -> None:
-        while len(self.calls) <= piece.index:
-            self.calls.append({"id": "", "type": "function", "function": {"name": "", "arguments": ""}})
-        call = self.calls[piece.index]
-        call["id"] = piece.id or call["id"]
-        call["function"]["name"] = piece.name or call["function"]["name"]
-        call["function"]["arguments"] += piece.arguments
 
 
 class Shape(Protocol):
@@ -101,8 +94,8 @@ class ChatShape:
         message: Json = {"role": "assistant", "content": "".join(choice.text), "refusal": None}
         if choice.thought:
             message["reasoning_content"] = "".join(choice.thought)
-        if choice.calls:
-            message["tool_calls"] = choice.calls
+        if calls := gathered(choice.calls):
+            message["tool_calls"] = as_json(calls)
             message["content"] = message["content"] or None
         logprobs = self._logprobs(choice.logprobs) if self.logprobs else None
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": choice.finish}
@@ -114,7 +107,7 @@ class ChatShape:
         delta: Json = {}
         if event.text:
             delta["reasoning_content" if event.channel == "think" else "content"] = event.text
-        if event.tool_call is not None:
+        if event.tool_call is not None and not event.tool_call.void:  # what was said cannot be taken back
             delta["tool_calls"] = [_call_delta(event.tool_call)]
         if not delta and not event.logprobs:
             return None

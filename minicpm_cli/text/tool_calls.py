@@ -1,31 +1,42 @@
 """An answer's text taken apart into content and tool calls, while it comes.
 
-A call is given out when it is whole, for what turns out to be none must come back as content to the letter. So the
-result does not depend on how the text was cut into pieces.
+A call is given out while it comes, as far as it is certain. One that turns out to be none is given up: its text comes
+back as content to the letter. What the pieces make together does not depend on how the text was cut.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 from minicpm_cli.text.detok import TextSink
 from minicpm_cli.text.stops import StopMatcher
 from minicpm_cli.text.tool_blocks import Block, Forced
 from minicpm_cli.text.tool_formats import ToolFormat
+from minicpm_cli.text.tool_preview import FAILURES, Begun, Preview
 from minicpm_cli.types import Channel, FinishReason, Tool, ToolCallDelta
 
 Piece = str | ToolCallDelta
-# What the parsers of JSON and Python raise for texts that are none, or that nest too deeply.
 _AHEAD = 64  # characters that tell whether an opening tag begins a call
-_FAILURES = (ValueError, TypeError, SyntaxError, RecursionError, MemoryError, OverflowError)
+
+
+@dataclass(slots=True)
+class _Said:
+    """What was given out of a call that is not whole."""
+
+    name: str
+    arguments: str = ""
+
+    def goes_on(self, name: str, arguments: str) -> bool:
+        return name == self.name and arguments.startswith(self.arguments)
 
 
 class ToolCallParser:
     """`feed` takes text and gives what is certain by now, `close` the rest. Spaces around calls are not content.
 
-    `identify` names the call with a number. `calls` are counted, `malformed` is whether something began as a call and
-    was none, `spoke` whether there was content.
+    `identify` names the call with a number. `calls` are counted when they are whole, `malformed` is whether something
+    began as a call and was none, `spoke` whether there was content.
     """
 
     def __init__(self, how: ToolFormat, tools: Iterable[Tool], identify: Callable[[int], str]) -> None:
@@ -36,6 +47,9 @@ class ToolCallParser:
         self._space = ""
         self._plain = False
         self._block: Block | None = None
+        self._preview: Preview | None = None
+        self._said: list[_Said] = []  # of the block's calls
+        self._index = 0  # of the next call: those that were given up keep theirs
         self._matcher = StopMatcher([how.tags.open])
 
     def feed(self, text: str) -> list[Piece]:
@@ -58,6 +72,8 @@ class ToolCallParser:
         if not opened:
             return ""
         self._block = Block(self._format.tags, plain=self._plain)
+        if not self._plain:
+            self._preview = Preview(self._format.preview, len(self._format.tags.open), self._tools)
         return self._matcher.rest
 
     def _call(self, block: Block, text: str) -> str:
@@ -67,6 +83,7 @@ class ToolCallParser:
             tag = self._format.tags.open
             self._say(tag)
             return block.raw[len(tag) :] + (rest or "")
+        self._foretell(block)
         if rest is None:
             return ""
         self._block = None
@@ -74,28 +91,54 @@ class ToolCallParser:
             self._fail(block)
         return rest
 
+    def _foretell(self, block: Block) -> None:
+        """Gives out what is certain by now."""
+        for said in self._preview.read(block.raw) if self._preview else ():
+            if isinstance(said, Begun):
+                self._begin(said.name)
+            else:
+                self._argue(len(self._said) - 1, said)
+
+    def _begin(self, name: str) -> None:
+        self._out.append(ToolCallDelta(self._index, id=self._identify(self._index), name=name))
+        self._said.append(_Said(name))
+        self._index += 1
+
+    def _argue(self, place: int, arguments: str) -> None:
+        """The block's call at this place goes on."""
+        if arguments:
+            self._said[place].arguments += arguments
+            self._out.append(ToolCallDelta(self._index - len(self._said) + place, arguments))
+
     def _finished(self, block: Block) -> bool:
-        """Whether the block is calls; they are given out then."""
+        """Whether the block is calls, and those that were begun go on so; the rest of them is given out then."""
         try:
             calls = self._format.parse(block.raw, self._tools)
-        except _FAILURES:
+        except FAILURES:
             return False
-        self._block = None
-        for name, arguments in calls:
-            self._out.append(ToolCallDelta(self.calls, id=self._identify(self.calls), name=name))
-            self._out.append(ToolCallDelta(self.calls, arguments))
-            self.calls += 1
+        pairs = zip(self._said, calls, strict=False)
+        if len(calls) < len(self._said) or not all(said.goes_on(*call) for said, call in pairs):
+            return False
+        for place, (name, arguments) in enumerate(calls):
+            if place == len(self._said):
+                self._begin(name)
+            self._argue(place, arguments[len(self._said[place].arguments) :])
+        self.calls += len(calls)
+        self._block, self._said = None, []
         return True
 
     def _fail(self, block: Block) -> None:
         self.malformed = True
+        first = self._index - len(self._said)
+        self._out += [ToolCallDelta(first + place, void=True) for place in range(len(self._said))]
+        self._said = []
         self._say(block.raw)
         self._emit(self._space)
         self._space = ""
 
     def _reread(self, block: Block, cut: bool) -> None:
         """A block that never ended: perhaps only a quotation in it did not, and its tags are there after all."""
-        self._block, self._plain = None, True
+        self._block, self._preview, self._plain = None, None, True
         self._out = self.feed(block.raw)
         left, self._block = self._block, None
         if left is not None and (cut or not self._finished(left)):
@@ -115,13 +158,20 @@ class ToolCallParser:
 
     def _taken(self) -> list[Piece]:
         out, self._out = self._out, []
-        if len(out) < 2:
-            return out
-        joined: list[Piece] = []
-        for is_text, run in groupby(out, lambda piece: isinstance(piece, str)):
-            pieces = list(run)
-            joined += ["".join(map(str, pieces))] if is_text else pieces
-        return joined
+        return out if len(out) < 2 else [_together(list(run)) for _, run in groupby(out, _run_of)]
+
+
+def _run_of(piece: Piece) -> object:
+    """What neighbours have in common that can be one piece; a beginning or an end stays by itself."""
+    if isinstance(piece, str):
+        return None
+    return piece.index if piece.arguments else piece
+
+
+def _together(run: list[Piece]) -> Piece:
+    if isinstance(run[0], str):
+        return "".join(map(str, run))
+    return replace(run[0], arguments="".join(piece.arguments for piece in _deltas(run)))
 
 
 class ToolCallStream:
@@ -145,7 +195,8 @@ class ToolCallStream:
         self._ended, self._one = forced.ended, one
         self._answer, self._thought = (ToolCallParser(how, tools, identify) for _ in range(2))
         self._called: list[ToolCallDelta] = []
-        self._answer.feed(forced.begun)
+        self._one_index, self._calls = 0, False  # of the call that counts, where it is one, and whether it began
+        self._begun = self._answer.feed(forced.begun)
 
     @property
     def over(self) -> bool:
@@ -155,7 +206,7 @@ class ToolCallStream:
     def feed(self, pieces: Iterable[tuple[Channel, str]]) -> Iterator[tuple[Channel, Piece]]:
         for channel, text in pieces:
             if channel == "think":
-                self._note(self._thought.feed(text))
+                self._called += _deltas(self._thought.feed(text))
                 yield channel, text
             elif not self.over:
                 yield from (("answer", piece) for piece in self._only(self._answer.feed(text)))
@@ -166,10 +217,10 @@ class ToolCallStream:
         if self.over:
             return []
         pieces = self._only(self._answer.feed("" if cut else self._ended) + self._answer.close(cut=cut))
-        self._note(self._thought.close(cut=cut))
-        meant = self._called if not cut and not self._answer.calls and not self._answer.spoke else []
-        self._called = meant
-        return [("answer", piece) for piece in (*pieces, *meant)]
+        self._called += _deltas(self._thought.close(cut=cut))
+        meant = whole(self._called) if not cut and not self._answer.calls and not self._answer.spoke else []
+        self._called = [piece for piece in meant if not self._one or piece.index == 0]
+        return [("answer", piece) for piece in (*pieces, *self._called)]
 
     def finish(self, finish: FinishReason) -> FinishReason:
         """Why the answer ended, after `close`: a call that was cut off ended for the reason that cut it."""
@@ -180,13 +231,30 @@ class ToolCallStream:
         return "tool_calls" if self._answer.calls or self._called else "stop"
 
     def _only(self, pieces: list[Piece]) -> list[Piece]:
-        """Without what comes behind the one call."""
-        if not self.over:
-            return pieces
-        return [piece for piece in pieces if isinstance(piece, ToolCallDelta) and piece.index == 0]
+        """With what the prompt began, and without what comes behind the one call."""
+        pieces, self._begun = self._begun + pieces, []
+        return [piece for piece in pieces if self._counts(piece)] if self._one else pieces
 
-    def _note(self, pieces: Iterable[Piece]) -> None:
-        self._called.extend(piece for piece in pieces if isinstance(piece, ToolCallDelta))
+    def _counts(self, piece: Piece) -> bool:
+        if isinstance(piece, str):
+            return not self._calls
+        counts = piece.index == self._one_index
+        self._calls = self._calls or counts
+        if piece.void and counts:
+            self._one_index, self._calls = piece.index + 1, False
+        return counts
+
+
+def _deltas(pieces: Iterable[Piece]) -> list[ToolCallDelta]:
+    return [piece for piece in pieces if isinstance(piece, ToolCallDelta)]
+
+
+def whole(pieces: Sequence[ToolCallDelta]) -> list[ToolCallDelta]:
+    """The pieces of those calls that were not given up, numbered anew."""
+    void = {piece.index for piece in pieces if piece.void}
+    kept = sorted({piece.index for piece in pieces} - void)
+    places = {index: place for place, index in enumerate(kept)}
+    return [replace(piece, index=places[piece.index]) for piece in pieces if piece.index in places]
 
 
 class CallSink:

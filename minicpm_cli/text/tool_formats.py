@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from minicpm_cli.text.tool_blocks import Forced, Tags
+from minicpm_cli.text.tool_preview import Growing, Reading
 from minicpm_cli.text.tools_hermes import Hermes
 from minicpm_cli.text.tools_minicpm3 import MiniCPM3
 from minicpm_cli.text.tools_minicpm5 import MiniCPM5
@@ -30,6 +31,10 @@ class ToolFormat(Protocol):
 
         Raises Malformed, and whatever the parsers of Python and JSON raise.
         """
+        ...
+
+    def preview(self, text: Growing, tools: Mapping[str, Tool]) -> Reading:
+        """What is certain of a block that is not whole. Raises as `parse`."""
         ...
 
     def forced(self, tools: Sequence[Tool]) -> Forced:

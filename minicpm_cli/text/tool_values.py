@@ -18,6 +18,7 @@ _ENTITY = re.compile(r"&(?:(lt|gt|amp|quot|apos)|#(\d{1,7})|#[xX]([0-9a-fA-F]{1,
 _NAMED = {"lt": "<", "gt": ">", "amp": "&", "quot": '"', "apos": "'"}
 _DEPTH = 8  # of references and alternatives in a schema
 _NONE: Types = frozenset()
+_HALF = re.compile("[\ud800-\udfff]")  # of a surrogate pair
 _LONGEST = 400  # characters of a number
 
 
@@ -126,11 +127,7 @@ def typed_arguments(tool: Tool, given: Mapping[str, Any]) -> str:
 def json_text(value: Any) -> str:
     """Raises ValueError or TypeError for what JSON cannot hold."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-    try:
-        text.encode()
-    except UnicodeEncodeError:  # half a surrogate pair
-        return json.dumps(value, allow_nan=False)
-    return text
+    return text if text.isascii() else _HALF.sub(lambda half: f"\\u{ord(half[0]):04x}", text)
 
 
 def strict_json(text: str) -> Any:

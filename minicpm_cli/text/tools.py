@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NoReturn
 
 from minicpm_cli.errors import RequestError
@@ -67,12 +66,16 @@ def check_results(messages: Sequence[Message], where: str = "messages") -> None:
 
 
 def gathered(pieces: Iterable[ToolCallDelta]) -> tuple[ToolCall, ...]:
-    """The calls that came in these pieces."""
-    calls: dict[int, ToolCall] = {}
+    """The calls that came whole in these pieces."""
+    calls: dict[int, list[ToolCallDelta]] = {}
     for piece in pieces:
-        call = calls.setdefault(piece.index, ToolCall(piece.id or "", piece.name or "", ""))
-        calls[piece.index] = replace(call, arguments=call.arguments + piece.arguments)
-    return tuple(calls[index] for index in sorted(calls))
+        calls.setdefault(piece.index, []).append(piece)
+    return tuple(_joined(calls[index]) for index in sorted(calls) if not any(piece.void for piece in calls[index]))
+
+
+def _joined(pieces: Sequence[ToolCallDelta]) -> ToolCall:
+    first = pieces[0]
+    return ToolCall(first.id or "", first.name or "", "".join(piece.arguments for piece in pieces))
 
 
 def as_json(calls: Iterable[ToolCall]) -> list[dict[str, Any]]:

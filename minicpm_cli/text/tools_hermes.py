@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from minicpm_cli.text.tool_blocks import Forced, Quoted, Tags
+from minicpm_cli.text.tool_json import read_calls
+from minicpm_cli.text.tool_preview import Growing, Reading
 from minicpm_cli.text.tool_values import Malformed, strict_json, typed_arguments
 from minicpm_cli.types import Tool
 
@@ -23,7 +25,12 @@ class Hermes:
     def parse(self, raw: str, tools: Mapping[str, Tool]) -> list[tuple[str, str]]:
         body = raw.removeprefix(self.tags.open).removesuffix(self.tags.close).strip()
         value = strict_json(body)
+        if value == []:
+            raise Malformed("no call")
         return [_call(item, tools) for item in (value if isinstance(value, list) else [value])]
+
+    def preview(self, text: Growing, tools: Mapping[str, Tool]) -> Reading:
+        return read_calls(text, tools)
 
     def forced(self, tools: Sequence[Tool]) -> Forced:
         if len(tools) == 1:

@@ -16,12 +16,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from minicpm_cli.text.tool_blocks import Forced, Quoted, Tags
+from minicpm_cli.text.tool_preview import Begun, Growing, Reading, Steps
 from minicpm_cli.text.tool_values import Malformed, argument_types, typed_arguments
 from minicpm_cli.types import Tool
 
 _OPEN, _CLOSE = "<|tool_call_start|>", "<|tool_call_end|>"
 _FENCE = re.compile(r"\s*```(?:[a-zA-Z]+(?=\s))?(.*?)(?:```\s*)?", re.DOTALL)
+_HEAD = re.compile(r"\s*(?:```(?:[a-zA-Z]+(?=\s))?)?\s*([A-Za-z_]\w*)\(")
+_NEXT = re.compile(r"[ \t]*\n\s*([A-Za-z_]\w*)\(")  # the call behind a call
+_MARK = re.compile(r"'''|\"\"\"|['\"#\\,()\[\]{}]")
 _JSON_NAMES: Mapping[str, Any] = {"true": True, "false": False, "null": None}
+_LONGEST_QUOTE = 3
 _QUOTES = {
     "'''": Quoted("'''"),
     '"""': Quoted('"""'),
@@ -44,6 +49,17 @@ class MiniCPM3:
         if not calls:
             raise Malformed("no call")
         return [_call(call, tools) for call in calls]
+
+    def preview(self, text: Growing, tools: Mapping[str, Tool]) -> Reading:
+        """Argument by argument."""
+        while (head := _HEAD.match(text.raw, text.at)) is None:
+            yield None
+        while True:
+            text.at = head.end()
+            yield from _previewed(text, head[1], tools)
+            while (head := _NEXT.match(text.raw, text.at)) is None:
+                yield None
+            yield "}"
 
     def forced(self, tools: Sequence[Tool]) -> Forced:
         return Forced(f"{_OPEN}\n```python\n" + (f"{tools[0].name}(" if len(tools) == 1 else ""))
@@ -103,6 +119,42 @@ def _call(call: ast.Call, tools: Mapping[str, Tool]) -> tuple[str, str]:
             raise Malformed("a parameter is given twice")
         given[name] = _value(argument.value, tool, name)
     return tool.name, typed_arguments(tool, given)
+
+
+def _previewed(text: Growing, name: str, tools: Mapping[str, Tool]) -> Steps[None]:
+    """The call whose bracket has just been opened, but for the brace that ends its arguments."""
+    if name not in tools:
+        raise Malformed("no such tool")
+    yield Begun(name)
+    start, depth, said = text.at, 0, ""
+    while depth >= 0:
+        mark = yield from _mark(text)
+        if depth == 0 and mark in ",)":
+            _, arguments = _call(_calls(_tree(f"{name}({text.raw[start : text.at - 1]})"))[0], tools)
+            yield arguments[len(said) : -1]
+            said = arguments[:-1]
+        depth += (mark in "([{") - (mark in ")]}")
+
+
+def _mark(text: Growing) -> Steps[str]:
+    """The next bracket or comma outside of strings; the text is read up to there."""
+    while True:
+        found = _MARK.search(text.raw, text.at)
+        span = _QUOTES.get(found[0]) if found else None
+        if found is None or (span and len(text.raw) - found.start() < _LONGEST_QUOTE):
+            text.at = found.start() if found else len(text.raw)
+            yield None
+            continue
+        text.at = found.end()
+        if span is None:
+            if found[0] in "#\\":
+                raise Malformed("the whole is needed to tell")
+            return found[0]
+        while True:
+            closed, text.at = span.close(text.raw, text.at)
+            if closed:
+                break
+            yield None
 
 
 def _parameter(name: str | None, names: list[str]) -> str:

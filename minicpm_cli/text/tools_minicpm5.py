@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from minicpm_cli.text.tool_blocks import Cdata, Forced, Tags
+from minicpm_cli.text.tool_preview import Begun, Growing, Reading
 from minicpm_cli.text.tool_values import Malformed, argument_types, from_text, json_text, without_entities
 from minicpm_cli.types import Tool
 
@@ -17,6 +18,7 @@ _FUNCTION = re.compile(rf"<function{_NAME}")
 _PARAM = re.compile(rf"\s*<param{_NAME}")
 _SECTION = re.compile(r"<!\[CDATA\[(.*?)\]\]>(?=\s*(?:</param>|<!\[CDATA\[))", re.DOTALL)
 _LOOSE = re.compile(r"<!\[CDATA\[(.*?)\]\]>", re.DOTALL)
+_END = "</param>"
 _HEADER, _BLANKS = "name", 64
 
 
@@ -41,11 +43,38 @@ class MiniCPM5:
         members = ", ".join(f"{json_text(name)}: {value}" for name, value in given.items())
         return [(tool.name, f"{{{members}}}")]
 
+    def preview(self, text: Growing, tools: Mapping[str, Tool]) -> Reading:
+        """Parameter by parameter."""
+        while (head := _FUNCTION.match(text.raw)) is None:
+            yield None
+        tool = tools.get(_name(head))
+        if tool is None:
+            raise Malformed("no such tool")
+        yield Begun(tool.name)
+        yield from _previewed(text, head.end(), tool)
+
     def forced(self, tools: Sequence[Tool]) -> Forced:
         return Forced(f'<function name="{tools[0].name}">' if len(tools) == 1 else '<function name="')
 
     def refuses(self, tool: Tool) -> str | None:
         return None
+
+
+def _previewed(text: Growing, at: int, tool: Tool) -> Reading:
+    """The parameters from `at` on, each when its end is there."""
+    looked, before = at, "{"
+    while True:
+        if (end := text.raw.find(_END, looked)) < 0:
+            looked = max(looked, len(text.raw) - len(_END) + 1)
+            yield None
+            continue
+        looked = end + len(_END)
+        param = _PARAM.match(text.raw, at)
+        if param and (found := _value(text.raw, param.end(), sure=True)):
+            name = _name(param)
+            yield f"{before}{json_text(name)}: {from_text(found[0], argument_types(tool, name))}"
+            at, before = found[1], ", "
+            looked = at
 
 
 def _name(found: re.Match[str]) -> str:
@@ -57,7 +86,10 @@ def _params(body: str, tool: Tool) -> dict[str, str]:
     given: dict[str, str] = {}
     at = 0
     while param := _PARAM.match(body, at):
-        value, at = _value(body, param.end())
+        found = _value(body, param.end())
+        if found is None:
+            raise Malformed("a parameter has no end")
+        value, at = found
         name = _name(param)
         if name in given:
             raise Malformed("a parameter is given twice")
@@ -67,21 +99,22 @@ def _params(body: str, tool: Tool) -> dict[str, str]:
     return given
 
 
-def _value(body: str, start: int) -> tuple[str, int]:
-    """The text of a value that begins at `start`, and where its element ends."""
+def _value(body: str, start: int, *, sure: bool = False) -> tuple[str, int] | None:
+    """The text of a value that begins at `start`, and where its element ends; None if it does not. `sure`: whatever
+    may follow `body`."""
     parts, at, sections = [], start, 0
     while True:
-        end, section = body.find("</param>", at), body.find("<![CDATA[", at)
+        end, section = body.find(_END, at), body.find("<![CDATA[", at)
         if end < 0:
-            raise Malformed("a parameter has no end")
+            return None
         if section < 0 or end < section:
             parts.append(without_entities(body[at:end]))
             break
-        found = _SECTION.match(body, section) or _LOOSE.match(body, section)
+        found = _SECTION.match(body, section) or (None if sure else _LOOSE.match(body, section))
         if found is None:
-            raise Malformed("a CDATA section has no end")
+            return None
         parts += [without_entities(body[at:section]), found[1]]
         at, sections = found.end(), sections + 1
     if sections and not "".join(parts[::2]).strip():
         parts[::2] = [""] * len(parts[::2])
-    return "".join(parts), end + len("</param>")
+    return "".join(parts), end + len(_END)

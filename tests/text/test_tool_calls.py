@@ -45,17 +45,24 @@ Result = tuple[str, list[tuple[str, Any]], bool]
 
 
 def gathered(pieces: Iterable[str | ToolCallDelta]) -> tuple[str, list[tuple[str, str]]]:
-    content, calls = [], []
+    content: list[str] = []
+    calls: list[tuple[str, str] | None] = []
     for piece in pieces:
         if isinstance(piece, str):
             content.append(piece)
+        elif piece.void:
+            assert piece == ToolCallDelta(piece.index, void=True)
+            assert calls[piece.index] is not None
+            calls[piece.index] = None
         elif piece.name is not None:
             assert piece == ToolCallDelta(len(calls), id=f"call_{len(calls)}", name=piece.name)
             calls.append((piece.name, ""))
         else:
-            assert (piece.index, piece.id) == (len(calls) - 1, None)
+            assert piece == ToolCallDelta(len(calls) - 1, piece.arguments)
+            assert piece.arguments
+            assert calls[-1] is not None
             calls[-1] = (calls[-1][0], calls[-1][1] + piece.arguments)
-    return "".join(content), calls
+    return "".join(content), [call for call in calls if call is not None]
 
 
 def parse(how: str, text: str | Sequence[str], *, cut: bool = False) -> Result:
@@ -125,7 +132,7 @@ class TestMiniCPM5:
         assert parse("minicpm5", five("save", **{name: written}))[1] == [("save", {name: value})]
 
     def test_the_digits_of_a_number_are_kept(self) -> None:
-        parser = ToolCallParser(MiniCPM5(), TOOLS, str)
+        parser = ToolCallParser(MiniCPM5(), TOOLS, "call_{}".format)
         _, calls = gathered_plain(parser.feed(five("save", size="0.1000000000000000055")))
         assert calls == ['{"size": 0.1000000000000000055}']
 
@@ -331,7 +338,7 @@ class TestHermes:
         assert parse("hermes", text) == (text, [], True)
 
     def test_half_a_surrogate_pair_is_escaped(self) -> None:
-        parser = ToolCallParser(Hermes(), TOOLS, str)
+        parser = ToolCallParser(Hermes(), TOOLS, "call_{}".format)
         pieces = parser.feed('<tool_call>{"name": "weather", "arguments": {"city": "\\ud800"}}</tool_call>')
         assert gathered_plain(pieces)[1] == ['{"city": "\\ud800"}']
 
@@ -341,9 +348,8 @@ class TestHermes:
 
 
 def gathered_plain(pieces: Iterable[str | ToolCallDelta]) -> tuple[str, list[str]]:
-    pieces = list(pieces)
-    arguments = [p.arguments for p in pieces if isinstance(p, ToolCallDelta) and p.name is None]
-    return "".join(p for p in pieces if isinstance(p, str)), arguments
+    content, calls = gathered(pieces)
+    return content, [arguments for _, arguments in calls]
 
 
 class TestContent:
