@@ -49,10 +49,14 @@ class Tool:
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """Whether the model may call, or must; `name` is the one function that it must call then."""
+    """Whether the model may call, or must; `name` is the one function that it must call then.
+
+    Not `parallel`: at most one call an answer.
+    """
 
     mode: Literal["none", "auto", "required"] = "auto"
     name: str | None = None
+    parallel: bool = True
 
 
 @dataclass(frozen=True, slots=True)

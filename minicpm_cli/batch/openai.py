@@ -24,6 +24,7 @@ _HANDLED = frozenset(
     (
         "tools",
         "tool_choice",
+        "parallel_tool_calls",
         "max_completion_tokens",
         "logprobs",
         "top_logprobs",
@@ -34,7 +35,7 @@ _HANDLED = frozenset(
 _IGNORED = frozenset(
     (
         *("messages", "prompt", "model", "user", "metadata", "store", "stream", "stream_options", "service_tier"),
-        *("parallel_tool_calls", "safety_identifier", "prompt_cache_key"),
+        *("safety_identifier", "prompt_cache_key"),
     )
 )
 _ONLY: Mapping[str, tuple[Any, ...]] = {

@@ -71,8 +71,8 @@ def _simple(row: Row, answer: Answer, model: str, seed: int) -> _Json:
     out: _Json = {"id": row.id, "text": "".join(answer.text)}
     if answer.think:
         out["think"] = "".join(answer.think)
-    if answer.pieces:
-        out["tool_calls"] = as_json(gathered(answer.pieces))
+    if calls := gathered(answer.pieces):
+        out["tool_calls"] = as_json(calls)
     out["finish_reason"] = answer.finish
     out["seed"] = seed
     out["usage"] = {
@@ -116,9 +116,10 @@ def _name(kind: str, row: Row) -> str:
 
 def _chat_choice(answer: Answer) -> _Json:
     text = "".join(answer.text)
-    message: _Json = {"role": "assistant", "content": text or (None if answer.pieces else "")}
-    if answer.pieces:
-        message["tool_calls"] = as_json(gathered(answer.pieces))
+    calls = gathered(answer.pieces)
+    message: _Json = {"role": "assistant", "content": text or (None if calls else "")}
+    if calls:
+        message["tool_calls"] = as_json(calls)
     if answer.think:
         message["reasoning_content"] = "".join(answer.think)
     logprobs = {"content": [_chat_logprob(p) for p in answer.logprobs]} if answer.logprobs else None

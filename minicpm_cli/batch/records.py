@@ -37,7 +37,8 @@ CODES = (
 
 _MESSAGE_LIMIT = 500  # characters: an error row must not carry a 50 MB value back
 _SAMPLING = frozenset(SamplingParams.__dataclass_fields__)
-_SIMPLE = _SAMPLING | {"id", "custom_id", "prompt", "messages", "system", "tools", "tool_choice"}
+_CALLS = ("tools", "tool_choice", "parallel_tool_calls")
+_SIMPLE = _SAMPLING | {"id", "custom_id", "prompt", "messages", "system", *_CALLS}
 _OPENAI = frozenset({"custom_id", "method", "url", "body"})
 
 
@@ -253,7 +254,7 @@ def _tools(asked: Mapping[str, Any], messages: tuple[Message, ...] | str) -> tup
     tools = tools_of(asked.get("tools"))
     if tools and isinstance(messages, str):
         raise RequestError("bad_parameter", "tools: a raw prompt has no place for them; send messages")
-    return tools, tool_choice_of(asked.get("tool_choice"), tools)
+    return tools, tool_choice_of(asked.get("tool_choice"), tools, parallel=asked.get("parallel_tool_calls"))
 
 
 def _simple(obj: Mapping[str, Any], style: Style) -> tuple[tuple[Message, ...] | str, dict[str, Any]]:

@@ -11,7 +11,7 @@ from minicpm_cli.text.template import ChatTemplate
 from minicpm_cli.text.tool_blocks import Forced
 from minicpm_cli.text.tool_calls import ToolCallStream
 from minicpm_cli.text.tool_formats import ToolFormat
-from minicpm_cli.types import Request, SamplingParams, Tool
+from minicpm_cli.types import Request, SamplingParams, Tool, ToolChoice
 
 _ID_DIGITS = 24
 
@@ -58,7 +58,11 @@ def calling(request: Request, template: ChatTemplate | None) -> Calling | None:
     for tool in request.tools:
         if (why := how.refuses(tool)) is not None:
             raise RequestError("bad_parameter", f"tools: {why}")
-    return Calling(how, request.tools, _forced(request, how), one=request.tool_choice.name is not None)
+    return Calling(how, request.tools, _forced(request, how), one=_one(request.tool_choice))
+
+
+def _one(choice: ToolChoice) -> bool:
+    return choice.name is not None or not choice.parallel
 
 
 def _check_history(request: Request, template: ChatTemplate | None) -> None:

@@ -6,13 +6,13 @@ import http.client
 import json
 import socket
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 from urllib.parse import urlsplit
 
 from minicpm_cli.errors import MinicpmError, ModelError, RequestError, UsageError
-from minicpm_cli.text.tools import as_json
+from minicpm_cli.text.tools import as_json, gathered
 from minicpm_cli.types import Event, FinishReason, Message, Request, SamplingParams, Timings, ToolCallDelta, Usage
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -172,10 +172,11 @@ def _tools(request: Request) -> dict[str, Any]:
         return {}
     choice = request.tool_choice
     named = {"type": "function", "function": {"name": choice.name}}
-    return {
+    sent = {
         "tools": [tool.definition for tool in request.tools],
         "tool_choice": choice.mode if choice.name is None else named,
     }
+    return sent if choice.parallel else sent | {"parallel_tool_calls": False}
 
 
 def _message(message: Message) -> dict[str, Any]:
@@ -197,6 +198,7 @@ def events_of(request: Request, lines: Iterator[bytes] | Lines, begun: float) ->
     first: float | None = None
     finish: FinishReason | None = None
     usage, answer = Usage(0, 0), [request.prefill]
+    made: list[ToolCallDelta] = []
     for chunk in _chunks(lines):
         if "error" in chunk:
             raise RequestError("internal", f"the server says: {chunk['error'].get('message', chunk['error'])}")
@@ -204,13 +206,16 @@ def events_of(request: Request, lines: Iterator[bytes] | Lines, begun: float) ->
         for choice in chunk.get("choices") or ():
             for event in _pieces(request.id, choice):
                 first = first or time.monotonic()
-                if event.channel == "answer":
+                if event.tool_call is not None:
+                    made.append(event.tool_call)
+                elif event.channel == "answer":
                     answer.append(event.text)
                 yield event
             if (why := choice.get("finish_reason")) is not None:
                 finish = _FINISHES.get(why, "stop")
     if finish is None:
         raise Gone("the server ended before its answer did")
+    yield from (Event(request.id, tool_call=piece) for piece in _given_up(made))
     now = time.monotonic()
     timings = Timings(0.0, (first or now) - begun, now - begun)
     yield Event(
@@ -259,6 +264,19 @@ def _call_delta(piece: Mapping[str, Any]) -> ToolCallDelta:
     function = piece.get("function") or {}
     index, arguments = piece.get("index") or 0, function.get("arguments") or ""
     return ToolCallDelta(index, arguments, piece.get("id"), function.get("name"))
+
+
+def _given_up(made: Iterable[ToolCallDelta]) -> Iterator[ToolCallDelta]:
+    """Calls whose arguments never became the JSON object that they began as: their text came as content, too."""
+    pieces = list(made)
+    for index in sorted({piece.index for piece in pieces}):
+        (call,) = gathered(piece for piece in pieces if piece.index == index)
+        try:
+            whole = isinstance(json.loads(call.arguments or "{}"), dict)
+        except (ValueError, RecursionError):
+            whole = False
+        if not whole:
+            yield ToolCallDelta(index, void=True)
 
 
 def _usage(raw: Any) -> Usage | None:

@@ -127,7 +127,8 @@ def _with_tools(request: Request, asked: ChatRequest) -> Request:
     tools = tools_of(asked.tools)
     if not isinstance(request.messages, str):
         check_results(request.messages)
-    return replace(request, tools=tools, tool_choice=tool_choice_of(asked.tool_choice, tools))
+    choice = tool_choice_of(asked.tool_choice, tools, parallel=asked.parallel_tool_calls)
+    return replace(request, tools=tools, tool_choice=choice)
 
 
 # ---- choices ------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from minicpm_cli.errors import RequestError
@@ -28,8 +29,14 @@ def tools_of(raw: Any, where: str = "tools") -> tuple[Tool, ...]:
     return tools
 
 
-def tool_choice_of(raw: Any, tools: Sequence[Tool], where: str = "tool_choice") -> ToolChoice:
-    """Raises RequestError(bad_parameter)."""
+def tool_choice_of(raw: Any, tools: Sequence[Tool], where: str = "tool_choice", *, parallel: Any = None) -> ToolChoice:
+    """`parallel` is OpenAI's parallel_tool_calls. Raises RequestError(bad_parameter)."""
+    if not isinstance(parallel, bool | None):
+        _refuse("parallel_tool_calls", f"is {_shown(parallel)}; it must be true or false")
+    return replace(_choice(raw, tools, where), parallel=parallel is not False)
+
+
+def _choice(raw: Any, tools: Sequence[Tool], where: str) -> ToolChoice:
     if raw is None or raw in ("none", "auto"):
         return ToolChoice("none" if raw == "none" else "auto")
     named = isinstance(raw, dict) and raw.get("type") == "function"

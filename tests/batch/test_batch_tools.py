@@ -45,6 +45,12 @@ def test_both_kinds_of_line_take_tools(line: dict[str, Any]) -> None:
     assert row.tool_choice == ToolChoice("required" if "body" in line else "auto")
 
 
+@pytest.mark.parametrize("line", [chat(tools=[TOOL], parallel_tool_calls=False), {"messages": ASKED, "tools": [TOOL]}])
+def test_one_call_at_a_time(line: dict[str, Any]) -> None:
+    line = line if "body" in line else line | {"parallel_tool_calls": False}
+    assert row_of(line).tool_choice == ToolChoice(parallel=False)
+
+
 def test_calls_and_results_in_a_conversation() -> None:
     row = row_of(chat(messages=[*ASKED, *CALLED]))
     assert row.error is None
@@ -61,6 +67,7 @@ def test_calls_and_results_in_a_conversation() -> None:
         (chat(tools="x"), "tools is not a list"),
         (chat(tools=[TOOL], tool_choice="any"), "tool_choice is 'any'"),
         (chat(tool_choice="required"), "there are no tools"),
+        (chat(tools=[TOOL], parallel_tool_calls=0), "parallel_tool_calls is 0"),
         (chat(messages=[*ASKED, CALLED[1]]), "messages[1].tool_call_id is 'c1'; no call before it"),
         (chat(messages=[{**CALLED[0], "role": "user"}]), "messages[0].tool_calls: only an assistant calls"),
         (chat(messages=[{"role": "assistant", "content": None}]), "messages[0].content is missing"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,17 @@ from minicpm_cli.llm.prompter import Prompter
 from minicpm_cli.settings import LoadOptions
 from minicpm_cli.text.tools import gathered, tool_choice_of, tools_of
 from minicpm_cli.text.tools_hermes import Hermes
-from minicpm_cli.types import Event, FinishReason, Message, Request, SamplingParams, Timings, ToolCall, Usage
+from minicpm_cli.types import (
+    Event,
+    FinishReason,
+    Message,
+    Request,
+    SamplingParams,
+    Timings,
+    ToolCall,
+    ToolChoice,
+    Usage,
+)
 from tool_templates import HERMES_TOOLS, MINICPM3_TOOLS, MINICPM5_TOOLS
 
 WEATHER: dict[str, Any] = {
@@ -110,6 +120,12 @@ class TestWhatAModelWrites:
 
     def test_behind_its_thoughts(self, model) -> None:
         assert says(model(), f"hm</think>\n\n{CALL}", ask(think=None)) == ("", [MADE], "tool_calls")
+
+    def test_one_call_where_several_are_not_wanted(self, model) -> None:
+        llm = model()
+        request = replace(ask(), tool_choice=ToolChoice(parallel=False))
+        assert says(llm, f"Look. {CALL} and\n{CALL}", request) == ("Look.", [MADE], "tool_calls")
+        assert llm._engine.said < len(llm._engine.tokens)
 
     def test_text_alone(self, model) -> None:
         assert says(model(), "hello, the world", ask()) == ("hello, the world", [], "stop")

@@ -38,6 +38,11 @@ def test_what_is_sent(choice: ToolChoice, sent: Any) -> None:
     ]
 
 
+def test_one_call_at_a_time_is_asked_for() -> None:
+    _, body = body_of(Request("a", TALK, tools=tools_of([NOW]), tool_choice=ToolChoice(parallel=False)), "m", ())
+    assert (body["tool_choice"], body["parallel_tool_calls"]) == ("auto", False)
+
+
 def test_nothing_where_there_are_no_tools() -> None:
     _, body = body_of(Request("a", TALK[:1]), "m", ())
     assert "tools" not in body

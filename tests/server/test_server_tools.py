@@ -9,7 +9,7 @@ import pytest
 
 from fakes import FakeLLM
 from minicpm_cli.llm.remote import RemoteLLM
-from minicpm_cli.text.tools import tools_of
+from minicpm_cli.text.tools import gathered, tools_of
 from minicpm_cli.types import Event, Message, Request, Timings, ToolCall, ToolCallDelta, ToolChoice, Usage
 
 ASKED = [{"role": "user", "content": "Weather in Paris and Rome?"}]
@@ -79,9 +79,44 @@ def test_what_may_be_called_is_passed_on(serve) -> None:
         request = server.llm.seen[-1]
         assert (request.tool_choice.mode, request.tool_choice.name) == (mode, name)
         assert [tool.name for tool in request.tools] == ["weather"]
+        assert request.tool_choice.parallel
+
+
+def test_one_call_at_a_time_is_passed_on(serve) -> None:
+    server = serve(Calling())
+    server.client().chat.completions.create(model="fake", messages=ASKED, tools=TOOLS, parallel_tool_calls=False)
+    assert server.llm.seen[-1].tool_choice == ToolChoice(parallel=False)
+
+
+class GivingUp(FakeLLM):
+    """Begins a call that is none."""
+
+    def _events(self, request: Request) -> Iterator[Event]:
+        yield Event(request.id, tool_call=ToolCallDelta(0, id="call_0", name="weather"))
+        yield Event(request.id, tool_call=ToolCallDelta(0, '{"city": '))
+        yield Event(request.id, tool_call=ToolCallDelta(0, void=True))
+        yield Event(request.id, '<tool_call>{"name": "weather", "arguments": {"city": x')
+        yield Event(request.id, finish="malformed_tool_call", usage=Usage(3, 9), timings=Timings())
+
+
+def test_a_call_that_turned_out_to_be_none_is_content(serve) -> None:
+    server = serve(GivingUp())
+    client = server.client()
+    choice = client.chat.completions.create(model="fake", messages=ASKED, tools=TOOLS).choices[0]
+    assert (choice.message.tool_calls, choice.finish_reason) == (None, "malformed_tool_call")
+    assert choice.message.content.startswith("<tool_call>")
+    chunks = list(client.chat.completions.create(model="fake", messages=ASKED, tools=TOOLS, stream=True))
+    said = [call.function.arguments for chunk in chunks for call in chunk.choices[0].delta.tool_calls or ()]
+    assert said == ["", '{"city": ']
+    assert chunks[-1].choices[0].finish_reason == "malformed_tool_call"
+    llm = RemoteLLM.open(server.url, None, None, {})
+    events = list(llm.stream([Request("a", (Message("user", "Weather?"),), tools=tools_of(TOOLS))]))
+    assert gathered(event.tool_call for event in events if event.tool_call) == ()
+    assert "".join(event.text for event in events).startswith("<tool_call>")
 
 
 BAD = {
+    "no truth value": {"tools": TOOLS, "parallel_tool_calls": "no"},
     "no function": {"tools": [{"type": "function"}]},
     "bad name": {"tools": [{"type": "function", "function": {"name": "no spaces please"}}]},
     "parameters as text": {"tools": [{"type": "function", "function": {"name": "f", "parameters": "x"}}]},
