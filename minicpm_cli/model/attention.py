@@ -12,6 +12,7 @@ from minicpm_cli.model.config import MLAConfig, ModelConfig
 from minicpm_cli.model.product import product
 from minicpm_cli.model.weights import Weights
 from quant.layers.around import Norm
+from quant.linear import Linear
 
 
 class GroupedAttention:
@@ -38,12 +39,13 @@ class GroupedAttention:
         batch: ForwardBatch,
         cache: LayerCache,
         inplace: bool = False,
-    ) -> Tensor:  # [T, H]
+        wanted: Tensor | None = None,
+    ) -> Tensor:  # [T, H], or [S, H] of the rows `wanted`
         """h + alpha * attention(norm(h)); with `inplace`, h may be overwritten by it."""
         rows, ops = len(h), self.ops
         qkv = product(self.qkv, h, ops, norm=norm).view(rows, -1, self.head_dim)
         y = ops.rope_attend(qkv, cos, sin, self.heads, cache, batch, self.scale)
-        return product(self.out, y.reshape(rows, -1), ops, onto=h, alpha=alpha, inplace=inplace)
+        return _onto(h, self.out, y.reshape(rows, -1), ops, alpha, inplace, wanted)
 
 
 class LatentAttention:
@@ -78,7 +80,8 @@ class LatentAttention:
         batch: ForwardBatch,
         cache: LayerCache,
         inplace: bool = False,
-    ) -> Tensor:  # [T, H]
+        wanted: Tensor | None = None,
+    ) -> Tensor:  # [T, H], or [S, H] of the rows `wanted`
         """h + alpha * attention(norm(h)); with `inplace`, h may be overwritten by it."""
         low = product(self.down, h, self.ops, norm=norm)
         low_q, low_kv = torch.split(low, [self.mla.q_rank, self.mla.latent], -1)
@@ -87,7 +90,7 @@ class LatentAttention:
         self.ops.store(latent, cache, batch.slots)
         mixed = self.ops.attend(q, cache, batch, self.scale)  # [T, heads, kv_rank]
         y = torch.bmm(mixed.transpose(0, 1), self.value_up).transpose(0, 1)
-        return product(self.out, y.reshape(len(h), -1), self.ops, onto=h, alpha=alpha, inplace=inplace)
+        return _onto(h, self.out, y.reshape(len(h), -1), self.ops, alpha, inplace, wanted)
 
     def _queries(self, low: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # [T, heads, kv_rank + rope_dim]
         q = product(self.q_up, low, self.ops, norm=self.q_norm).view(len(low), self.heads, -1)
@@ -101,6 +104,14 @@ class LatentAttention:
         latent = torch.cat((compressed, low[:, self.mla.kv_rank :]), -1)[:, None]
         self.ops.rope_(latent, cos, sin)
         return latent
+
+
+def _onto(
+    h: Tensor, out: Linear, y: Tensor, ops: Ops, alpha: float, inplace: bool, wanted: Tensor | None
+) -> Tensor:  # [T, H], [T, N] -> [T, H] or [S, H]
+    if wanted is not None:
+        h, y = h[wanted], y[wanted]
+    return product(out, y, ops, onto=h, alpha=alpha, inplace=inplace) if len(h) else h
 
 
 def _split_kv_b(cfg: ModelConfig, mla: MLAConfig, weights: Weights, name: str) -> tuple[Tensor, Tensor]:

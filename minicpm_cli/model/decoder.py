@@ -39,9 +39,18 @@ class Block:
         self.mlp_norm = Norm(weights.vector(f"{prefix}.post_attention_layernorm.weight", cfg.hidden_size), cfg.eps)
         self.mlp = make_mlp(cfg, weights, f"{prefix}.mlp", ops)
 
-    def __call__(self, h: Tensor, cos: Tensor, sin: Tensor, batch: ForwardBatch, cache: LayerCache) -> Tensor:  # [T, H]
+    def __call__(
+        self,
+        h: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        batch: ForwardBatch,
+        cache: LayerCache,
+        wanted: Tensor | None = None,
+    ) -> Tensor:  # [T, H], or [S, H] of the rows `wanted`
         """h may be overwritten."""
-        return self.feed_forward(self.attend(h, cos, sin, batch, cache, inplace=True), inplace=True)
+        h = self.attend(h, cos, sin, batch, cache, inplace=True, wanted=wanted)
+        return self.feed_forward(h, inplace=True) if len(h) else h
 
     def attend(
         self,
@@ -51,8 +60,9 @@ class Block:
         batch: ForwardBatch,
         cache: LayerCache,
         inplace: bool = False,
-    ) -> Tensor:  # [T, H]
-        return self.attention(h, self.attention_norm, self.residual_scale, cos, sin, batch, cache, inplace)
+        wanted: Tensor | None = None,
+    ) -> Tensor:  # [T, H] or [S, H]
+        return self.attention(h, self.attention_norm, self.residual_scale, cos, sin, batch, cache, inplace, wanted)
 
     def feed_forward(self, h: Tensor, inplace: bool = False) -> Tensor:  # [T, H]
         return self.mlp.onto(h, self.mlp_norm, self.residual_scale, inplace)
@@ -104,15 +114,15 @@ class Decoder:
 
     def forward(self, batch: ForwardBatch, kv: KVCache) -> Tensor:  # [S, V] float32
         """Logits of the rows `batch.last`; the keys and values of all rows are written to `kv`."""
-        h = self.hidden(batch, kv)
-        return self.logits(h if len(batch.last) == len(h) else h[batch.last])  # all rows: a decode step, 3 us on a GPU
+        decoding = len(batch.last) == len(batch.ids)
+        return self.logits(self.hidden(batch, kv, None if decoding else batch.last))
 
-    def hidden(self, batch: ForwardBatch, kv: KVCache) -> Tensor:  # [T, H]
-        """The residual stream after the last block."""
+    def hidden(self, batch: ForwardBatch, kv: KVCache, wanted: Tensor | None = None) -> Tensor:  # [T, H] or [S, H]
+        """The residual stream after the last block, of the rows `wanted`. Of others that block only stores the keys."""
         h = self._embedded(batch.ids)
         cos, sin = self.rotary(batch.positions)
         for block, cache in zip(self.blocks, kv.layers, strict=True):
-            h = block(h, cos, sin, batch, cache)
+            h = block(h, cos, sin, batch, cache, wanted if block is self.blocks[-1] else None)
         return h
 
     def _embedded(self, ids: Tensor) -> Tensor:  # [T] -> [T, H]
