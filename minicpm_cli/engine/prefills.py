@@ -24,6 +24,9 @@ from minicpm_cli.kernels.batch import ForwardBatch
 SIZES = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1280, 1536, 1792, PREFILL_GRAPH)
 
 
+Captured = tuple[int, Kind, bool]  # the size, how it is drawn, and whether its pages are consecutive
+
+
 class PrefillSteps:
     """Steps of one sequence on static buffers, one for each size."""
 
@@ -41,8 +44,8 @@ class PrefillSteps:
         self.drawn = torch.zeros(1, dtype=torch.int64, device=device)
         self.peak = torch.zeros(1, dtype=torch.float32, device=device)
         self._buffers: dict[int, Tensor] = {}
-        self._seen: set[tuple[int, Kind]] = set()
-        self._graphs: dict[tuple[int, Kind], Work] = {}
+        self._seen: set[Captured] = set()
+        self._graphs: dict[Captured, Work] = {}
 
     def size(self, chunk: Chunk) -> int:
         """How many tokens a chunk is padded to; 0: it is none of these steps."""
@@ -56,7 +59,7 @@ class PrefillSteps:
         if size not in self._buffers:
             self._buffers[size] = torch.empty(host.layout.stop, dtype=torch.uint8, device=self.device)
         self._buffers[size].copy_(host.buffer, non_blocking=True)
-        key = (size, kind)
+        key = (size, kind, min(host.runs) >= 0)
         if key not in self._graphs:
             if self._capture is None or key not in self._seen:
                 self._seen.add(key)
@@ -70,7 +73,10 @@ class PrefillSteps:
         self._draw(self._run(host.batch(there)), kind, there, self.drawn, self.peak)
 
     def build(self, chunk: Chunk, size: int, *, pinned: bool) -> StepInputs:
-        """The chunk, then the padding; of that nothing is sampled. Nobody reads what an unsampled chunk draws."""
+        """The chunk, then the padding; of that nothing is sampled. Nobody reads what an unsampled chunk draws.
+
+        The padding stores to the dummy page. Where pages are consecutive it reads on behind that, whatever is there.
+        """
         seq, start, count, _ = chunk
         rest = size - count
         layout = step_layout(size, 2, 1, self.columns)
@@ -87,4 +93,4 @@ class PrefillSteps:
         host["q_start"][:], host["kv_len"][:], host["last"][:] = (0, count, size), kv_lens, count - 1
         if kind_of((seq,)) != "greedy":
             fill_draws(host, [seq], self._draw.penalties)
-        return StepInputs(layout, buffer, self.page_size, (count, rest), kv_lens, (seq.run, -1))
+        return StepInputs(layout, buffer, self.page_size, (count, rest), kv_lens, (seq.run, DUMMY))

@@ -1,0 +1,47 @@
+"""Prompts on static buffers: what was captured for consecutive pages is not replayed over others."""
+
+from __future__ import annotations
+
+from array import array
+
+import torch
+from torch import Tensor
+
+from minicpm_cli.engine.graphs import DeviceDraw, Work
+from minicpm_cli.engine.penalties import Penalties
+from minicpm_cli.engine.plan import Chunk
+from minicpm_cli.engine.prefills import PrefillSteps
+from minicpm_cli.engine.sequence import EngineRequest, Sequence
+from minicpm_cli.kernels.batch import ForwardBatch
+from minicpm_cli.types import SamplingParams
+
+CPU, PAGE, VOCAB = torch.device("cpu"), 4, 50
+
+
+def chunk(pages: list[int], tokens: int) -> Chunk:
+    request = EngineRequest("a", tuple(range(tokens)), SamplingParams(temperature=0), 0)
+    seq = Sequence(request, 1, 0.0)
+    seq.add_pages(pages)
+    assert seq.pages == array("i", pages)
+    return Chunk(seq, 0, tokens, True)
+
+
+def test_consecutive_pages_are_captured_apart() -> None:
+    captured, ran = list[bool](), list[tuple[bool, bool]]()
+
+    def run(batch: ForwardBatch) -> Tensor:  # as a kernel that is compiled for pages in a row
+        table = batch.page_table[0, :3].tolist()
+        ran.append((min(batch.runs) >= 0, table == list(range(table[0], table[0] + 3))))
+        return torch.zeros(1, VOCAB)
+
+    def capture(work: Work) -> Work:
+        captured.append(True)
+        return work
+
+    steps = PrefillSteps(10, PAGE, CPU, run, DeviceDraw(None, Penalties(VOCAB, CPU, 1)), capture)
+    row, apart = chunk([3, 4, 5], 11), chunk([3, 5, 4], 11)
+    for each in (row, row, apart, apart, row, apart):
+        host = steps.build(each, 16, pinned=False)
+        steps.launch(host, 16, "greedy")
+    assert len(captured) == 2
+    assert ran == [(flag, flag) for flag in (True, True, False, False, True, False)]
