@@ -54,7 +54,8 @@ def _launch(
     grid: tuple[int, int],
     dim: int,
 ) -> None:
-    per, warps = shape_for(grid[0])
+    whole = cache is None or cache.rows.dtype != torch.float8_e4m3fn
+    per, warps = shape_for(grid[0], whole)
     grid = grid[0], triton.cdiv(grid[1], per)
     half = cos.shape[-1] if cos is not None else dim // 2
     scales = cache.scales if cache else None
@@ -71,9 +72,14 @@ def _launch(
     )  # fmt: skip
 
 
-def shape_for(tokens: int) -> tuple[int, int]:
-    """Heads of a program, and its warps."""
-    return (16 if tokens <= 16 else 32), 4
+def shape_for(tokens: int, whole: bool) -> tuple[int, int]:
+    """Heads of a program, and its warps; `whole`: no scale is sought.
+
+    8,192 tokens of 108 heads of 64 took an H200 66 us of bf16, 76 of int8 and 127 of fp8.
+    """
+    if tokens <= 16:
+        return 16, 4
+    return (32, 4) if whole else (16, 2)
 
 
 @triton.jit
