@@ -1,4 +1,4 @@
-// What the two decode kernels share: numbers, the newest token of a row, and how the parts of a head come together.
+// What the decode kernels share: numbers, the newest token of a row, and how the parts of a head come together.
 //
 // Older tokens lie in the cache since earlier steps: the kernels request them before griddepcontrol.wait. The newest
 // one, which the kernel before this one computed, begins the softmax of one warp. With TURN > 0 the kernel itself
@@ -7,10 +7,6 @@
 //
 // Set by the compiler's options: D, HEADS (of queries), KEYS, PAGE, KIND (cache: 0 as q, 1 float8 e4m3, 2 int8, both
 // with a float16 scale for each head), FLOAT16 (q, else bfloat16), TURN, WARPS, BLOCK, CLUSTER, DEPTH, STAGES.
-
-typedef unsigned int u32;
-typedef unsigned short u16;
-typedef unsigned char u8;
 
 constexpr int up(int n) { return n <= 1 ? 1 : 2 * up((n + 1) / 2); }
 // A piece is 16 bytes of a head: EACH elements. WIDE threads hold a head.
@@ -26,31 +22,17 @@ struct Params {
     const int *table, *lengths;
     const float *cos, *sin;
     u8 *out;
+    float *parts;   // of attention_decode_stream.cu only, as the next three are
+    int *counters;  // zero before and after a launch
+    int rows, splits;
     int q_stride, row_stride, scale_stride, table_stride;  // elements, from row to row; of scales from page to page
     float scale_log2;
 };
 
 // ---- numbers ----
-__device__ __forceinline__ float f32_of_f16(u32 bits) {
-    float f;
-    asm("{.reg .f16 h; mov.b16 h, %1; cvt.f32.f16 %0, h;}" : "=f"(f) : "h"((u16)bits));
-    return f;
-}
-__device__ __forceinline__ u16 f16_of(float f) {
-    u16 h;
-    asm("{.reg .f16 h; cvt.rn.f16.f32 h, %1; mov.b16 %0, h;}" : "=h"(h) : "f"(f));
-    return h;
-}
-__device__ __forceinline__ u32 f16_pair(float a, float b) {
-    u32 word;
-    asm("cvt.rn.f16x2.f32 %0, %2, %1;" : "=r"(word) : "f"(a), "f"(b));
-    return word;
-}
 __device__ __forceinline__ u32 packed(float a, float b) {  // two elements of q's type
     if (FLOAT16) return f16_pair(a, b);
-    u32 word;
-    asm("cvt.rn.bf16x2.f32 %0, %2, %1;" : "=r"(word) : "f"(a), "f"(b));
-    return word;
+    return bf16_pair(a, b);
 }
 __device__ __forceinline__ void pair(u32 word, float &a, float &b) {
     if (FLOAT16)
@@ -61,9 +43,7 @@ __device__ __forceinline__ void pair(u32 word, float &a, float &b) {
 __device__ __forceinline__ void codes(u32 word, float *f) {  // four elements of 8 bits
     if (KIND == 1) {
         u32 low, high;
-        asm("{.reg .b16 a, b; mov.b32 {a, b}, %2; cvt.rn.f16x2.e4m3x2 %0, a; cvt.rn.f16x2.e4m3x2 %1, b;}"
-            : "=r"(low), "=r"(high)
-            : "r"(word));
+        f16_of_fp8(word, low, high);
         f[0] = f32_of_f16(low & 0xffff), f[1] = f32_of_f16(low >> 16);
         f[2] = f32_of_f16(high & 0xffff), f[3] = f32_of_f16(high >> 16);
     } else {
@@ -82,38 +62,8 @@ __device__ __forceinline__ void unpack(uint4 raw, float (&f)[EACH]) {
             pair(words[i], f[2 * i], f[2 * i + 1]);
     }
 }
-__device__ __forceinline__ float power(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
 
-// ---- copies ----
-__device__ __forceinline__ u32 shared_address(const void *p) { return (u32)__cvta_generic_to_shared(p); }
-__device__ __forceinline__ void copy16(u32 to, const void *from, bool wanted) {  // zeros where it is not wanted
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(wanted ? 16 : 0) : "memory");
-}
-__device__ __forceinline__ void copy4(u32 to, const void *from, bool wanted) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(wanted ? 4 : 0) : "memory");
-}
-__device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int left>
-__device__ __forceinline__ void arrived() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(left) : "memory");
-}
-__device__ __forceinline__ uint4 fresh(const void *p) {  // past L1, which may hold the line as it was before the wait
-    uint4 r;
-    asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w)
-                 : "l"(p)
-                 : "memory");
-    return r;
-}
-__device__ __forceinline__ float fresh_scale(const u16 *p) {
-    u16 h;
-    asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(h) : "l"(p) : "memory");
-    return f32_of_f16(h);
-}
+// ---- where a token lies ----
 __device__ __forceinline__ size_t slot_of(const Params &p, int row, int token) {
     return (size_t)__ldg(p.table + (size_t)row * p.table_stride + token / PAGE) * PAGE + token % PAGE;
 }
@@ -193,11 +143,6 @@ __device__ __forceinline__ void turn(Head &h, const Angle &angle) {  // rounded,
 __device__ __forceinline__ float rounded_scale(float exact) {
     const float scale = f32_of_f16(f16_of(exact));
     return scale == 0.f ? 1.f : scale;
-}
-__device__ __forceinline__ u32 fp8_pair(float a, float b) {
-    u16 two;
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %2, %1;" : "=h"(two) : "f"(a), "f"(b));
-    return two;
 }
 __device__ __forceinline__ u32 four_codes(const float *f, float scale) {
     float x[4];
@@ -283,37 +228,32 @@ __device__ __forceinline__ void keep_newest(
     keep(v.own, p.v + at, p.v_scale + scale, store, me.piece == 0);
 }
 
+// ---- a head of its own for each query ----
+struct Softmax {
+    float top, total, mixed[EACH];
+};
+
+__device__ __forceinline__ void begin(
+    const Place &me, Softmax &s, const float (&q)[EACH], const float (&k)[EACH], const float (&v)[EACH]
+) {
+    float score = 0.f;
+#pragma unroll
+    for (int i = 0; i < EACH; i++) score += k[i] * q[i];
+    score = across(score);
+    if (me.side != 0) return;
+    s.top = score, s.total = 1.f;
+#pragma unroll
+    for (int i = 0; i < EACH; i++) s.mixed[i] = v[i];
+}
+__device__ __forceinline__ void write(const Params &p, const Place &me, const Softmax &s) {
+    if (me.side != 0 || !me.inside) return;
+    const float by = 1.f / s.total;
+    u8 *to = p.out + 2 * (((size_t)me.row * HEADS + me.key) * D + me.piece * EACH);
+#pragma unroll
+    for (int i = 0; i < EACH; i += 2) *(u32 *)(to + 2 * i) = packed(s.mixed[i] * by, s.mixed[i + 1] * by);
+}
+
 // ---- putting together ----
-__device__ __forceinline__ u32 in_block(const void *p, int rank) {  // the same place in another block of the cluster
-    u32 at = shared_address(p);
-    if (CLUSTER > 1) asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(at) : "r"(at), "r"(rank));
-    return at;
-}
-// A store that a barrier in the same block's memory counts. Ordinary stores before a cluster's barrier would need a
-// fence of the whole GPU.
-__device__ __forceinline__ void send(u32 at, float a, float b, float c, float d, u32 barrier) {
-    if (CLUSTER > 1)
-        asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];"
-                     :
-                     : "r"(at), "f"(a), "f"(b), "f"(c), "f"(d), "r"(barrier)
-                     : "memory");
-    else
-        asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(at), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
-}
-__device__ __forceinline__ void expect(const void *barrier, int bytes) {  // before the cluster's first barrier
-    const u32 at = shared_address(barrier);
-    asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(at) : "memory");
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    asm volatile("{.reg .b64 t; mbarrier.arrive.expect_tx.shared.b64 t, [%0], %1;}" ::"r"(at), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void await(const void *barrier) {
-    u32 done = 0;
-    while (!done)
-        asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], 0; selp.u32 %0, 1, 0, p;}"
-                     : "=r"(done)
-                     : "r"(shared_address(barrier))
-                     : "memory");
-}
 // A warp puts `count` parts of one head together, always in the same order, and writes the result.
 __device__ __forceinline__ void finish(const Params &p, int row, int head, const float *parts, int stride, int count) {
     const int lane = threadIdx.x % 32;

@@ -16,7 +16,8 @@ from quant.kernels import nvrtc, targets
 from quant.kernels.targets import SHARED_BYTES
 
 FOLDER = Path(__file__).parent
-COMMON, HEADS, GROUPED = "attention_decode_common.cu", "attention_decode_heads.cu", "attention_decode_grouped.cu"
+COMMON = "attention_decode_ptx.cu", "attention_decode_common.cu"
+HEADS, GROUPED = "attention_decode_heads.cu", "attention_decode_grouped.cu"
 KINDS = {torch.float8_e4m3fn: 1, torch.int8: 2}
 LOG2_E = math.log2(math.e)
 
@@ -35,6 +36,10 @@ class Parameters(ctypes.Structure):
         ("cos", ctypes.c_void_p),
         ("sin", ctypes.c_void_p),
         ("out", ctypes.c_void_p),
+        ("parts", ctypes.c_void_p),
+        ("counters", ctypes.c_void_p),
+        ("rows", ctypes.c_int),
+        ("splits", ctypes.c_int),
         ("q_stride", ctypes.c_int),
         ("row_stride", ctypes.c_int),
         ("scale_stride", ctypes.c_int),
@@ -77,8 +82,7 @@ class Form:
 
     @property
     def source(self) -> str:
-        kernel = HEADS if self.heads == self.keys else GROUPED
-        return (FOLDER / COMMON).read_text() + (FOLDER / kernel).read_text()
+        return text(HEADS if self.heads == self.keys else GROUPED)
 
     @property
     def blocks(self) -> int:
@@ -98,6 +102,11 @@ class Form:
             return 16 + cut.warps * (cut.stages * stage + cut.cluster * cut.across * part)
         stage = (2 * -(-pieces // 4) + 4 * -(-pieces // 8)) * 512 + (64 if self.kind else 0)
         return 16 + cut.warps * (cut.stages * stage + 16 * part) + 8 * self.width
+
+
+def text(kernel: str) -> str:
+    """A kernel's source, with what it shares with the others before it."""
+    return "".join((FOLDER / name).read_text() for name in (*COMMON, kernel))
 
 
 def supported(q: Tensor, cache: LayerCache, turn: int = 0) -> bool:

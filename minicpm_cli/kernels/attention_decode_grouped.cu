@@ -39,9 +39,7 @@ __device__ __forceinline__ void pairs(uint4 raw, u32 (&two)[WORDS]) {  // a piec
         if (!KIND) {
             two[i] = words[i];
         } else if (KIND == 1) {
-            asm("{.reg .b16 a, b; mov.b32 {a, b}, %2; cvt.rn.f16x2.e4m3x2 %0, a; cvt.rn.f16x2.e4m3x2 %1, b;}"
-                : "=r"(two[2 * i % WORDS]), "=r"(two[(2 * i + 1) % WORDS])
-                : "r"(words[i]));
+            f16_of_fp8(words[i], two[2 * i % WORDS], two[(2 * i + 1) % WORDS]);
         } else {  // code + 128, as the low byte of 1024 + code + 128
             const u32 word = words[i] ^ 0x80808080u;
             const u32 low = __byte_perm(word, 0x64646464u, 0x4140), high = __byte_perm(word, 0x64646464u, 0x4342);
@@ -219,7 +217,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
 #endif
         attention_decode(const __grid_constant__ Params p) {
     extern __shared__ __align__(16) u8 shared[];
-    asm volatile("griddepcontrol.launch_dependents;");
+    admit_next();
     const int warp = threadIdx.x / 32, rank = blockIdx.x % CLUSTER, block = blockIdx.x / CLUSTER;
     const int tile = block % TILES;
     Place me;
@@ -245,7 +243,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
         commit();
     }
     const size_t slot = first ? slot_of(p, me.row, older) : 0;
-    asm volatile("griddepcontrol.wait;" ::: "memory");
+    await_inputs();
 
     if (!idle) {
         Rows q;

@@ -12,10 +12,6 @@ enum { RING = STAGES * DEPTH * 2 * 32 * 16, WARP_BYTES = RING + STAGES * CODED *
 static_assert(PARTS <= 32 && WARPS % BLOCK == 0 && HEADS % OWNED == 0 && HEADS == KEYS && SIDE > 0);
 static_assert(!KIND || (PAGE % 2 == 0 && STEP % 2 == 0));
 
-struct Softmax {
-    float top, total, mixed[EACH];
-};
-
 __device__ __forceinline__ void request(const Params &p, const Place &me, u8 *stage, u32 *coded, int unit, int older) {
     const size_t page = PAGE % STEP == 0 ? slot_of(p, me.row, unit * STEP) : 0;  // a step lies in one page
 #pragma unroll
@@ -34,18 +30,6 @@ __device__ __forceinline__ void request(const Params &p, const Place &me, u8 *st
         const size_t slot = PAGE % STEP == 0 ? page + within : token < older ? slot_of(p, me.row, token) : 0;
         copy_scales(p, key, coded + i, slot, of >= STEP, token < older);
     }
-}
-__device__ __forceinline__ void begin(
-    const Place &me, Softmax &s, const float (&q)[EACH], const float (&k)[EACH], const float (&v)[EACH]
-) {
-    float score = 0.f;
-#pragma unroll
-    for (int i = 0; i < EACH; i++) score += k[i] * q[i];
-    score = across(score);
-    if (me.side != 0) return;
-    s.top = score, s.total = 1.f;
-#pragma unroll
-    for (int i = 0; i < EACH; i++) s.mixed[i] = v[i];
 }
 __device__ __forceinline__ void take(
     const Params &p, const Place &me, Softmax &s, const float (&q)[EACH], const u8 *stage, const u32 *coded, int left
@@ -106,13 +90,6 @@ __device__ __forceinline__ void put(const Place &me, const Softmax &s, float *to
             send(at + (me.piece * EACH + i) * 4, s.mixed[i], s.mixed[i + 1], s.mixed[i + 2], s.mixed[i + 3], by);
     if (me.piece == 0) send(at + D * 4, s.top, s.total, 0.f, 0.f, by);
 }
-__device__ __forceinline__ void write(const Params &p, const Place &me, const Softmax &s) {
-    if (me.side != 0 || !me.inside) return;
-    const float by = 1.f / s.total;
-    u8 *to = p.out + 2 * (((size_t)me.row * HEADS + me.key) * D + me.piece * EACH);
-#pragma unroll
-    for (int i = 0; i < EACH; i += 2) *(u32 *)(to + 2 * i) = packed(s.mixed[i] * by, s.mixed[i + 1] * by);
-}
 
 // With many rows registers make room for blocks; with few each block's own latency counts.
 extern "C" __global__ void __launch_bounds__(32 * WARPS, CLUSTER > 1 ? 1 : 640 / (32 * WARPS))
@@ -121,7 +98,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CLUSTER > 1 ? 1 : 640 /
 #endif
         attention_decode(const __grid_constant__ Params p) {
     extern __shared__ __align__(16) u8 shared[];
-    asm volatile("griddepcontrol.launch_dependents;");
+    admit_next();
     const int warp = threadIdx.x / 32, rank = blockIdx.x % CLUSTER, block = blockIdx.x / CLUSTER;
     const int sub = warp / BLOCK, head = warp % BLOCK * ACROSS;  // the warp's first in the block
     Place me;
@@ -149,7 +126,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CLUSTER > 1 ? 1 : 640 /
     Softmax s = {LOWEST, 0.f, {}};
     const bool first = rank == 0 && sub == 0;
     const size_t slot = first ? slot_of(p, me.row, older) : 0;
-    asm volatile("griddepcontrol.wait;" ::: "memory");
+    await_inputs();
 
     Head q, k, v;
     Angle angle;
