@@ -17,14 +17,14 @@ from minicpm_cli.engine.inputs import Kind, StepInputs, fill_draws, kind_of, ste
 from minicpm_cli.engine.memory_workspace import PREFILL_GRAPH
 from minicpm_cli.engine.pages import DUMMY
 from minicpm_cli.engine.plan import Chunk
-from minicpm_cli.kernels.batch import ForwardBatch
+from minicpm_cli.kernels.batch import ForwardBatch, is_fresh
 
 # In tokens. To launch the kernels of one after the other took a host from 13 to 35 ms, in which an H200 computes 1,400
 # to 3,600 tokens of the 2B.
 SIZES = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1280, 1536, 1792, PREFILL_GRAPH)
 
 
-Captured = tuple[int, Kind, bool]  # the size, how it is drawn, and whether its pages are consecutive
+Captured = tuple[int, Kind, bool, bool]  # the size, how it is drawn, are pages consecutive, are all tokens new
 
 
 class PrefillSteps:
@@ -59,7 +59,7 @@ class PrefillSteps:
         if size not in self._buffers:
             self._buffers[size] = torch.empty(host.layout.stop, dtype=torch.uint8, device=self.device)
         self._buffers[size].copy_(host.buffer, non_blocking=True)
-        key = (size, kind, min(host.runs) >= 0)
+        key = (size, kind, min(host.runs) >= 0, is_fresh(host.q_lens, host.kv_lens))
         if key not in self._graphs:
             if self._capture is None or key not in self._seen:
                 self._seen.add(key)

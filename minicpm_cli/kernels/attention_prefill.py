@@ -2,7 +2,8 @@
 
 The query heads that share a key head are rows of one tile (row r of a sequence is token r // G, head r % G), so that a
 few new tokens after a long prefix fill a tile, too. Blocks of keys below the diagonal take no mask. Where all pages
-are consecutive, which they are until memory has been used and freed for a while, no page is looked up.
+are consecutive no page is looked up; nor where all keys are of this very step, which are read where the product left
+them.
 """
 
 from __future__ import annotations
@@ -84,25 +85,36 @@ def prefill(
     scale: float,
     tile: Tile | None = None,
     out: Tensor | None = None,
+    fresh: tuple[Tensor, Tensor] | None = None,  # [T, Hkv, Dk], [T, Hkv, Dv]
 ) -> Tensor:  # [T, Hq, Dv], `out` if it is given
-    """softmax(q k^T * scale) v, each token over its sequence up to itself; the new tokens are in the cache already."""
+    """softmax(q k^T * scale) v, each token over its sequence up to itself; the new tokens are in the cache already.
+
+    `fresh` are the step's keys and values, of sequences that have no others.
+    """
     (tokens, heads, dk), (kv_heads, dv) = q.shape, cache.v.shape[2:]
     group, sequences = heads // kv_heads, len(batch.kv_len)
-    quantized, run = cache.scales is not None, bool(batch.runs) and min(batch.runs) >= 0
+    quantized, run = cache.scales is not None and fresh is None, fresh is not None or consecutive(batch)
+    k, v = fresh or (cache.k.flatten(0, 1), cache.v.flatten(0, 1))
+    k_scale, v_scale = (cache.k_scale, cache.v_scale) if quantized else (None, None)
     tile = tile or tile_for(dk, q.element_size(), quantized, run)
     out = q.new_empty(tokens, heads, dv) if out is None else out
     # In one dimension: a long prompt of many query heads has more tiles than the 65,535 that the others hold.
     grid = (kv_heads * (tokens * group // tile.rows + sequences),)
     _prefill[grid](
-        q, cache.k, cache.v, cache.k_scale, cache.v_scale, out, batch.q_start, batch.kv_len, batch.page_table,
-        sequences, scale * LOG2E, q.stride(0), q.stride(1), cache.k.stride(1), cache.k.stride(2),
-        cache.k_scale.stride(0) if cache.k_scale is not None else 0, out.stride(0), dv, batch.page_table.stride(0),
+        q, k, v, k_scale, v_scale, out, batch.q_start, batch.kv_len, batch.page_table,
+        sequences, scale * LOG2E, q.stride(0), q.stride(1), k.stride(0), k.stride(1),
+        k_scale.stride(0) if k_scale is not None else 0, out.stride(0), dv, batch.page_table.stride(0),
         PAGE=batch.page_size, KEY_HEADS=kv_heads, G=group, **split(dk, dv, quantized)._asdict(), SHARED=dv < dk,
         QUANTIZED=quantized,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", ROWS=tile.rows, KEYS=tile.keys,
-        RUN=run, num_warps=tile.warps, num_stages=tile.stages,
+        RUN=run, FRESH=fresh is not None, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out
+
+
+def consecutive(batch: ForwardBatch) -> bool:
+    """Whether the pages of each sequence lie in a row."""
+    return bool(batch.runs) and min(batch.runs) >= 0
 
 
 @triton.jit
@@ -130,13 +142,12 @@ def _part(base, offsets, valid, width: tl.constexpr, pad: tl.constexpr, MASKED: 
 @triton.jit
 def _blocks(
     acc, acc_rest, peak, total, q_wide, q_rest, positions, begin, end, length,
-    k, v, k_scale, v_scale, table, scale, slot_stride, scale_stride,
+    k, v, k_scale, v_scale, table, run, scale, slot_stride, scale_stride,
     PAGE: tl.constexpr, wide: tl.constexpr, wide_pad: tl.constexpr, rest: tl.constexpr, rest_pad: tl.constexpr,
     SHARED: tl.constexpr, QUANTIZED: tl.constexpr, PRECISION: tl.constexpr, KEYS: tl.constexpr, RUN: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
     """One pass of online softmax (Milakov and Gimelshein 2018) over the keys begin:end."""
-    run = tl.load(table).to(tl.int64) * PAGE
     for first in range(begin, end, KEYS):
         columns = first + tl.arange(0, KEYS)
         valid = columns < length  # what lies behind may be NaN, which a weight of 0 would not stop
@@ -189,7 +200,7 @@ def _prefill(
     sequences, scale, q_stride, q_head, slot_stride, kv_head_stride, scale_stride, out_stride, dv, table_stride,
     PAGE: tl.constexpr, KEY_HEADS: tl.constexpr, G: tl.constexpr, wide: tl.constexpr, wide_pad: tl.constexpr,
     rest: tl.constexpr, rest_pad: tl.constexpr, SHARED: tl.constexpr, QUANTIZED: tl.constexpr, PRECISION: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, RUN: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, RUN: tl.constexpr, FRESH: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0) % KEY_HEADS
     tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // KEY_HEADS  # the longest rows first
@@ -220,14 +231,15 @@ def _prefill(
         k_scale += head * PAGE
         v_scale += head * PAGE
     table = page_table + b * table_stride
+    run = first_token.to(tl.int64) if FRESH else tl.load(table).to(tl.int64) * PAGE
     acc, acc_rest, peak, total = _blocks(
         acc, acc_rest, peak, total, q_wide, q_rest, positions, 0, full, length,
-        k, v, k_scale, v_scale, table, scale, slot_stride, scale_stride,
+        k, v, k_scale, v_scale, table, run, scale, slot_stride, scale_stride,
         PAGE, wide, wide_pad, rest, rest_pad, SHARED, QUANTIZED, PRECISION, KEYS, RUN, False,
     )  # fmt: skip
     acc, acc_rest, peak, total = _blocks(
         acc, acc_rest, peak, total, q_wide, q_rest, positions, full, end, length,
-        k, v, k_scale, v_scale, table, scale, slot_stride, scale_stride,
+        k, v, k_scale, v_scale, table, run, scale, slot_stride, scale_stride,
         PAGE, wide, wide_pad, rest, rest_pad, SHARED, QUANTIZED, PRECISION, KEYS, RUN, True,
     )  # fmt: skip
 

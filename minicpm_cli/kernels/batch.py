@@ -45,6 +45,11 @@ class ForwardBatch:
     parts: tuple[ForwardBatch, ForwardBatch] | None = None  # the same, `apart`
 
 
+def is_fresh(q_lens: tuple[int, ...], kv_lens: tuple[int, ...]) -> bool:
+    """Whether all tokens of the sequences are new; one without new tokens does not count."""
+    return all(new in (0, length) for new, length in zip(q_lens, kv_lens, strict=True))
+
+
 def leading_singles(q_lens: tuple[int, ...]) -> int:
     """How many sequences at the front have one new token each."""
     return next((i for i, length in enumerate(q_lens) if length != 1), len(q_lens))

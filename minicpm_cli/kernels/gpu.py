@@ -9,8 +9,8 @@ from torch import Tensor
 
 from minicpm_cli.kernels import begin, gate, norm, rope_store
 from minicpm_cli.kernels.attention_decode import DecodeAttention
-from minicpm_cli.kernels.attention_prefill import prefill
-from minicpm_cli.kernels.batch import ForwardBatch
+from minicpm_cli.kernels.attention_prefill import consecutive, prefill
+from minicpm_cli.kernels.batch import ForwardBatch, is_fresh
 from minicpm_cli.kernels.cache import LayerCache
 from minicpm_cli.kernels.launch import early
 from minicpm_cli.kernels.ops import Ops
@@ -48,18 +48,27 @@ class Attention:
     def __init__(self, device: torch.device, folder: Path | None) -> None:
         self.decode = DecodeAttention(device, early(torch.empty(0, device=device)), folder)
 
-    def attend(self, q: Tensor, cache: LayerCache, batch: ForwardBatch, scale: float) -> Tensor:
+    def attend(
+        self,
+        q: Tensor,
+        cache: LayerCache,
+        batch: ForwardBatch,
+        scale: float,
+        rows: tuple[Tensor, Tensor] | None = None,  # [T, Hkv, Dk], [T, Hkv, Dv]
+    ) -> Tensor:
+        """`rows` are the step's keys and values, where its runs have no others and are to be read from there."""
         if batch.max_q == 1:
             sequences = batch.drafts.sequences if batch.drafts else None
             return self.decode(q, cache, batch.page_table, batch.kv_len, scale, batch.page_size, sequences=sequences)
-        if batch.parts is None or q.shape[1] > FEW_HEADS * cache.k.shape[2]:
-            return prefill(q, cache, batch, scale)
-        singles, runs = batch.parts
+        singles, runs = _parts(batch, q.shape[1], cache)
+        if singles is None:
+            return prefill(q, cache, runs, scale, fresh=rows)
         first = len(singles.q_lens)
         out = q.new_empty(len(q), q.shape[1], cache.v.shape[3])
         tables = singles.page_table, singles.kv_len
         self.decode(q[:first], cache, *tables, scale, batch.page_size, out=out[:first])
-        prefill(q[first:], cache, runs, scale, out=out[first:])
+        fresh = (rows[0][first:], rows[1][first:]) if rows else None
+        prefill(q[first:], cache, runs, scale, out=out[first:], fresh=fresh)
         return out
 
     def rope_attend(
@@ -71,8 +80,24 @@ class Attention:
                 fused(qkv, turn, cache, batch.drafts.page, batch.drafts.filled, scale, size)
                 sequences = batch.drafts.sequences
             return fused(qkv, turn, cache, batch.page_table, batch.kv_len, scale, size, sequences=sequences)
-        rope_store.rope_store(qkv, cos, sin, heads, cache, batch.slots)
-        return self.attend(qkv[:, :heads], cache, batch, scale)
+        keys = cache.k.shape[2]
+        q, k, v = qkv.split((heads, keys, keys), 1)
+        fresh = batch.max_q > 1 and _reads_rows(_parts(batch, heads, cache)[1], cache)
+        rope_store.rope_store(qkv, cos, sin, heads, cache, batch.slots, back=fresh)
+        return self.attend(q, cache, batch, scale, (k, v) if fresh else None)
+
+
+def _parts(batch: ForwardBatch, heads: int, cache: LayerCache) -> tuple[ForwardBatch | None, ForwardBatch]:
+    """What decode attention takes, and what comes in tiles."""
+    return batch.parts if batch.parts and heads <= FEW_HEADS * cache.k.shape[2] else (None, batch)
+
+
+def _reads_rows(batch: ForwardBatch, cache: LayerCache) -> bool:
+    """Whether attention reads keys and values from the step's own rows: of codes, or of pages here and there.
+
+    For 16 prompts of 512 tokens with an 8-bit cache that is 101 us and not 201 (H200, 36 heads of 64).
+    """
+    return is_fresh(batch.q_lens, batch.kv_lens) and (cache.scales is not None or not consecutive(batch))
 
 
 def _power_of_two(n: int) -> bool:

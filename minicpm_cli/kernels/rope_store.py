@@ -28,12 +28,17 @@ def rope_store(
     heads: int,  # Hq
     cache: LayerCache,
     slots: Tensor,  # [T] int64
+    *,
+    back: bool = False,
 ) -> None:
-    """Rotates queries in place, and puts rotated keys and values into the cache. Keys in qkv stay as they were."""
+    """Rotates queries in place, and puts rotated keys and values into the cache.
+
+    With `back` qkv, too, holds them then as the cache does, rounded once more where that keeps codes.
+    """
     tokens, every, dim = qkv.shape
     rotated = heads + cache.k.shape[2]
     if tokens:
-        _launch(qkv, cos, sin, heads, rotated, cache, slots, (tokens, every), dim)
+        _launch(qkv, cos, sin, heads, rotated, cache, slots, (tokens, every), dim, back)
 
 
 def store(rows: Tensor, cache: LayerCache, slots: Tensor) -> None:  # [T, C, D], [T] int64
@@ -53,6 +58,7 @@ def _launch(
     slots: Tensor | None,
     grid: tuple[int, int],
     dim: int,
+    back: bool = False,
 ) -> None:
     whole = cache is None or cache.rows.dtype != torch.float8_e4m3fn
     per, warps = shape_for(grid[0], whole)
@@ -67,7 +73,7 @@ def _launch(
         half=half, half_pad=triton.next_power_of_2(half), rest=dim - 2 * half,
         rest_pad=triton.next_power_of_2(max(dim - 2 * half, 1)),
         largest=LARGEST[rows.dtype] if scales is not None and rows is not None else 0.0,
-        WHOLE=scales is not None and rows is not None and rows.dtype == torch.int8, EARLY=early(x),
+        WHOLE=scales is not None and rows is not None and rows.dtype == torch.int8, EARLY=early(x), BACK=back,
         HEADS=min(per, triton.next_power_of_2(x.shape[1])), num_warps=warps, **dependent(x),
     )  # fmt: skip
 
@@ -137,7 +143,8 @@ def _best_scale(a, b, whole, rest: tl.constexpr, largest: tl.constexpr, WHOLE: t
 def _rope_store(
     x, cos, sin, rows, scales, slots, heads, kept, rotated, x_stride, head_stride, dim, row_stride, scale_stride,
     PAGE: tl.constexpr, half: tl.constexpr, half_pad: tl.constexpr, rest: tl.constexpr, rest_pad: tl.constexpr,
-    largest: tl.constexpr, WHOLE: tl.constexpr, EARLY: tl.constexpr, HEADS: tl.constexpr,
+    largest: tl.constexpr, WHOLE: tl.constexpr, EARLY: tl.constexpr, BACK: tl.constexpr,
+    HEADS: tl.constexpr,
 ):  # fmt: skip
     """A token's HEADS heads, each as what is not rotated (rest), and the two halves that are."""
     if EARLY:
@@ -160,15 +167,15 @@ def _rope_store(
         # rounded here, so that the cache holds what attention's inputs hold
         a, b = a * c - b * s, b * c + a * s
         a, b = a.to(x.dtype.element_ty), b.to(x.dtype.element_ty)
-        back = turning & (head[:, None] < kept)
-        tl.store(own + a_at, a, mask=back)
-        tl.store(own + a_at + half, b, mask=back)
+        mine = turning & (head[:, None] < kept)
+        tl.store(own + a_at, a, mask=mine)
+        tl.store(own + a_at + half, b, mask=mine)
         a, b = a.to(tl.float32), b.to(tl.float32)
     if rows is not None:
         slot = tl.load(slots + token)
         there = rows + slot * row_stride + (head[:, None] - kept) * dim
         stored = inside & (head[:, None] >= kept)
-        whole = a
+        whole, scale = a, tl.full((HEADS,), 1.0, tl.float32)
         if rest > 0:
             r = tl.arange(0, rest_pad)
             held = (head[:, None] < heads) & (head[:, None] >= kept) & (r[None, :] < rest)
@@ -181,7 +188,14 @@ def _rope_store(
                 a, b = _codes(a, scale, largest, WHOLE), _codes(b, scale, largest, WHOLE)
                 if rest > 0:
                     whole = _codes(whole, scale, largest, WHOLE)
-        tl.store(there + a_at, a.to(rows.dtype.element_ty), mask=stored)
-        tl.store(there + a_at + half, b.to(rows.dtype.element_ty), mask=stored)
+        a, b = a.to(rows.dtype.element_ty), b.to(rows.dtype.element_ty)
+        tl.store(there + a_at, a, mask=stored)
+        tl.store(there + a_at + half, b, mask=stored)
+        if BACK:
+            tl.store(own + a_at, a.to(tl.float32) * scale[:, None], mask=stored)
+            tl.store(own + a_at + half, b.to(tl.float32) * scale[:, None], mask=stored)
         if rest > 0:
-            tl.store(there + r[None, :], whole.to(rows.dtype.element_ty), mask=held)
+            whole = whole.to(rows.dtype.element_ty)
+            tl.store(there + r[None, :], whole, mask=held)
+            if BACK:
+                tl.store(own + r[None, :], whole.to(tl.float32) * scale[:, None], mask=held)

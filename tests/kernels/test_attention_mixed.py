@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -10,7 +12,7 @@ from minicpm_cli.kernels.batch import apart
 pytest.importorskip("triton", reason="the kernels are written in it")
 from test_attention_prefill import FP8, HEADS, PAGE, TOLERANCE, dtypes, exact, paged, queries
 
-from minicpm_cli.kernels import gpu
+from minicpm_cli.kernels import gpu, reference
 from minicpm_cli.kernels.gpu import Attention
 from steps import relative_error
 
@@ -66,3 +68,39 @@ def test_the_parts_of_a_batch() -> None:
 def test_nothing_to_take_apart(runs: list[tuple[int, int]]) -> None:
     _, batch, _ = paged(runs, HEADS["mha"], torch.float16, "cpu", None)
     assert apart(batch).parts is None
+
+
+@pytest.mark.parametrize(("codes", "shuffled", "fresh"), [(None, True, True), (None, False, False), (FP8, False, True)])
+@pytest.mark.parametrize("runs", [[(21, 0), (3, 0)], [(1, 33), (1, 0), (19, 0), (2, 0)]])
+@pytest.mark.parametrize("shape", MULTI)
+def test_fresh_prompts_are_read_where_they_are(
+    shape: str,
+    runs: list[tuple[int, int]],
+    codes: torch.dtype | None,
+    shuffled: bool,
+    fresh: bool,
+    kernel_device: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    heads, read, dtype = HEADS[shape], list[bool](), torch.float16
+    cache, batch, _ = paged(runs, heads, dtype, kernel_device, codes, shuffled)
+    prefill = gpu.prefill
+    if codes is None:
+        cache.rows.nan_to_num_(0.0)  # the reference multiplies what nobody stored by 0
+
+    def watched(*arguments: Any, fresh: Any = None, **more: Any) -> torch.Tensor:
+        read.append(fresh is not None)
+        return prefill(*arguments, fresh=fresh, **more)
+
+    monkeypatch.setattr(gpu, "prefill", watched)
+    angles = torch.rand(len(batch.positions), 1, heads[2] // 2).mul(6).to(kernel_device)
+    qkv = torch.randn(len(angles), heads[0] + 2 * heads[1], heads[2]).to(dtype).to(kernel_device)
+    turn = angles.cos(), angles.sin()
+    out = Attention(torch.device(kernel_device), None).rope_attend(
+        qkv.clone(), *turn, heads[0], cache, apart(batch), 0.2
+    )
+    expected = reference.rope_attend(qkv, *turn, heads[0], cache, batch, 0.2)
+    assert read == [fresh]
+    # The interpreter's fp8 rounds otherwise than torch's.
+    assert relative_error(out, expected) < (0.1 if codes and kernel_device == "cpu" else 5e-3)
+    assert not out.isnan().any()

@@ -88,6 +88,20 @@ def test_codes(shape: str, codes: torch.dtype, kernel_device: str) -> None:
 
 
 @pytest.mark.parametrize("codes", [None, FP8, torch.int8])
+@pytest.mark.parametrize("shape", HEADS)
+def test_what_is_cached_may_stand_in_the_rows(shape: str, codes: torch.dtype | None, kernel_device: str) -> None:
+    hq, hkv, dim, _ = HEADS[shape]
+    qkv, cos, sin, slots = inputs(shape, 7, torch.float16, kernel_device)
+    cache, plain = (cache_of(2 * hkv, dim, codes or torch.float16, kernel_device) for _ in range(2))
+    there = qkv.clone()
+    rope_store(there, cos, sin, hq, cache, slots, back=True)
+    rope_store(qkv, cos, sin, hq, plain, slots)
+    assert torch.equal(values(cache), values(plain))
+    assert torch.equal(there[:, :hq], qkv[:, :hq])
+    assert torch.equal(there[:, hq:], values(cache)[slots].half())
+
+
+@pytest.mark.parametrize("codes", [None, FP8, torch.int8])
 def test_store(codes: torch.dtype | None, kernel_device: str) -> None:
     """MLA's rows: one head a token, and an odd width."""
     generator = torch.Generator().manual_seed(4)
