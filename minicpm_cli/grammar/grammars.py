@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from minicpm_cli.errors import RequestError
+from minicpm_cli.grammar.calls import call_grammar
 from minicpm_cli.grammar.mask import Budget, GrammarMask, Thinking
 from minicpm_cli.grammar.source import Source, grammar_of, reason
 from minicpm_cli.grammar.vocabulary import wrapped
@@ -27,16 +28,24 @@ class Grammars:
         self._compiled: OrderedDict[Source, Any] = OrderedDict()
         self._lock = threading.Lock()
 
-    def check(self, params: SamplingParams, prefill: str = "") -> None:
-        """Raises RequestError(schema_invalid | bad_parameter) if no answer that begins with `prefill` can follow."""
-        if (source := Source.of(params)) is not None:
+    def check(self, params: SamplingParams, prefill: str = "", rules: str | None = None) -> None:
+        """Raises RequestError(schema_invalid | bad_parameter) if no answer that begins with `prefill` can follow.
+
+        `rules` are those of a call, as `minicpm_cli.text.tool_rules` makes them.
+        """
+        if (source := _source(params, rules)) is not None:
             self._matcher(source, prefill)
 
     def mask(
-        self, params: SamplingParams, sink: Thinking, budget: Budget | None = None, prefill: str = ""
+        self,
+        params: SamplingParams,
+        sink: Thinking,
+        budget: Budget | None = None,
+        prefill: str = "",
+        rules: str | None = None,
     ) -> GrammarMask | None:
         """The mask of a new answer, whose text goes through `sink`; None where nothing is asked of it."""
-        source = Source.of(params)
+        source = _source(params, rules)
         if source is None:
             return None
         return GrammarMask(
@@ -103,7 +112,13 @@ class Grammars:
     def _compile(self, source: Source) -> Any:
         from llguidance import LLMatcher
 
-        matcher = LLMatcher(self._wrapped, grammar_of(source), log_level=0)
+        known = source.kind == "call"
+        grammar = call_grammar(source.text, self._tokenizer.control_text) if known else grammar_of(source)
+        matcher = LLMatcher(self._wrapped, grammar, log_level=0)
         if matcher.is_error():
             raise RequestError("schema_invalid", f"the {source.kind} cannot be used: {reason(matcher.get_error())}")
         return matcher
+
+
+def _source(params: SamplingParams, rules: str | None) -> Source | None:
+    return Source.of(params) if rules is None else Source("call", rules)

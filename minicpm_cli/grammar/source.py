@@ -17,6 +17,14 @@ if TYPE_CHECKING:
 # Between the tokens of JSON: nothing, a space, or a new line with its indentation. A model that goes on and on with
 # white space where any is allowed would run to its limit.
 WHITESPACE = r" ?|\n[ \t]{0,32}"
+_OPTIONS: JsonCompileOptions = {
+    "whitespace_pattern": WHITESPACE,
+    "whitespace_flexible": True,
+    "item_separator": ",",
+    "key_separator": ":",
+    "coerce_one_of": False,
+    "lenient": False,
+}
 LONGEST = 1 << 20  # characters of a schema or regex; 5,000 names of 5,000 letters take half a second to compile
 _ALL = {"type": "object", "additionalProperties": True}
 _DEFINITIONS = ("$schema", "$id", "$defs", "definitions")
@@ -26,9 +34,9 @@ LONGEST_SEARCH = 1.0  # seconds for that
 
 
 class Source(NamedTuple):
-    """The text of a schema or a regular expression."""
+    """The text of a schema or a regular expression, or the rules of a call."""
 
-    kind: Literal["schema", "regex"]
+    kind: Literal["schema", "regex", "call"]
     text: str
 
     @classmethod
@@ -49,10 +57,10 @@ def check(params: SamplingParams) -> None:
 
 
 def grammar_of(source: Source) -> str:
-    """The grammar as llguidance reads it. Raises RequestError(schema_invalid)."""
+    """The grammar of a schema or regex as llguidance reads it. Raises RequestError(schema_invalid)."""
     if len(source.text) > LONGEST:
-        _refuse(f"the {source.kind} has {len(source.text):,} characters; {LONGEST:,} are the most")
-    return _of_schema(source.text) if source.kind == "schema" else _of_regex(source.text)
+        refuse(f"the {source.kind} has {len(source.text):,} characters; {LONGEST:,} are the most")
+    return json_grammar(source.text) if source.kind == "schema" else _of_regex(source.text)
 
 
 def _of_regex(regex: str) -> str:
@@ -61,32 +69,39 @@ def _of_regex(regex: str) -> str:
     # The digits of \d are 0 to 9: a constraint is not meant to bring forth those of other scripts.
     grammar: str = LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(regex, 'd')}/")
     if wrong := LLMatcher.validate_grammar(grammar):
-        _refuse(f"the regex {_clipped(regex)} cannot be used: {reason(wrong)}")
+        refuse(f"the regex {_clipped(regex)} cannot be used: {reason(wrong)}")
     return grammar
 
 
-def _of_schema(text: str) -> str:
+def json_grammar(text: str) -> str:
+    """Raises RequestError(schema_invalid) with the place that is wrong."""
     schema = _parsed(text)
     if (found := unsupported(schema)) is not None:
         place, wrong = found
-        _refuse(f"the schema at {place or '/'}: {wrong}")
+        refuse(f"the schema at {place or '/'}: {wrong}")
     grammar, wrong = _compiled(without_neutral(schema))
     if wrong:
-        _refuse(f"the schema at {_place(schema, wrong) or '/'}: {wrong}")
+        refuse(f"the schema at {_place(schema, wrong) or '/'}: {wrong}")
     return grammar
+
+
+def embedded_json(schema: dict[str, Any]) -> str:
+    """The schema as a part of a grammar in Lark's notation. Raises as `json_grammar`."""
+    json_grammar(json.dumps(schema))
+    return f"%json {json.dumps({**without_neutral(schema), 'x-guidance': _OPTIONS})}"
 
 
 def _parsed(text: str) -> dict[str, Any]:
     try:
         schema = json.loads(text, parse_constant=_no_constant)
     except json.JSONDecodeError as error:
-        _refuse(f"the schema is not JSON: {error.msg} at line {error.lineno}, column {error.colno}")
+        refuse(f"the schema is not JSON: {error.msg} at line {error.lineno}, column {error.colno}")
     except (RecursionError, ValueError) as error:
-        _refuse(f"the schema is not JSON that can be read: {error}")
+        refuse(f"the schema is not JSON that can be read: {error}")
     if schema is True:
         return {}
     if not isinstance(schema, dict):
-        _refuse(f"the schema is {_clipped(text)}; it must be an object such as {json.dumps(_ALL)}")
+        refuse(f"the schema is {_clipped(text)}; it must be an object such as {json.dumps(_ALL)}")
     return schema
 
 
@@ -94,16 +109,8 @@ def _compiled(schema: dict[str, Any]) -> tuple[str, str]:
     """The grammar, and what is wrong with it. Options that a schema brings along itself are overruled."""
     from llguidance import LLMatcher
 
-    options: JsonCompileOptions = {
-        "whitespace_pattern": WHITESPACE,
-        "whitespace_flexible": True,
-        "item_separator": ",",
-        "key_separator": ":",
-        "coerce_one_of": False,
-        "lenient": False,
-    }
     try:
-        grammar: str = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
+        grammar: str = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_OPTIONS)
         return grammar, reason(LLMatcher.validate_grammar(grammar))
     except ValueError as error:
         return "", reason(str(error))
@@ -141,5 +148,5 @@ def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a number of JSON")
 
 
-def _refuse(message: str) -> NoReturn:
+def refuse(message: str) -> NoReturn:
     raise RequestError("schema_invalid", message)

@@ -29,7 +29,8 @@ class Calling:
     one: bool = False
 
     def constrained(self, params: SamplingParams) -> SamplingParams:
-        return params if self.forced.schema is None else replace(params, schema=self.forced.schema)
+        """For an answer that the prompt began it is too late to think."""
+        return replace(params, schema=self.forced.schema, think=False) if self.forced.begun else params
 
     def stream(self, request_id: str, seed: int) -> ToolCallStream:
         """Ids of calls follow from the request and its seed, so that a row that runs again is the same row."""

@@ -165,7 +165,8 @@ class LLM:
         shown = calls.how.shown if calls else ()
         sink = TextSink(self._prompter.tokenizer, params.stop, prompt.channel, shown=shown)
         budget = think_budget(params, self._prompter.tokenizer, sink)
-        mask = self._prompter.grammars.mask(params, sink, budget, request.prefill) or budget
+        rules = calls.forced.rules if calls else None
+        mask = self._prompter.grammars.mask(params, sink, budget, request.prefill, rules) or budget
         out = CallSink(sink, calls.stream(request.id, seed)) if calls else sink
         engine_request = EngineRequest(
             request.id, tuple(prompt.ids or ()), params, seed, eos_ids=self._prompter.eos_ids, sink=out, mask=mask

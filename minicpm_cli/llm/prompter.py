@@ -72,7 +72,10 @@ class Prompter:
         """Raises RequestError or TemplateError."""
         self._refuse_hopeless(request)
         calls = self.calling(request)
-        self.grammars.check(calls.constrained(request.params) if calls else request.params)
+        if calls:
+            self.grammars.check(calls.constrained(request.params), rules=calls.forced.rules)
+        else:
+            self.grammars.check(request.params)
         if isinstance(request.messages, str):
             return raw_prompt(self.tokenizer, request.messages + request.prefill)
         template = self._template_for(request)

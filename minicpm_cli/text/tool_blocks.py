@@ -61,13 +61,14 @@ class Tags:
 
 @dataclass(frozen=True, slots=True)
 class Forced:
-    """An answer that must call: how the prompt begins it, the JSON schema of what follows, and how it ends then.
+    """An answer that must call: how the prompt begins it, what follows, and how it ends then.
 
-    Without a schema the model writes on as it likes, up to its own end.
+    What follows has a JSON schema, or `rules` (see `minicpm_cli.text.tool_rules`).
     """
 
     begun: str = ""
     schema: str | None = None
+    rules: str | None = None
     ended: str = ""
 
 

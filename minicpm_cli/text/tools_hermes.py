@@ -35,10 +35,10 @@ class Hermes:
     def forced(self, tools: Sequence[Tool]) -> Forced:
         if len(tools) == 1:
             begun = f'<tool_call>\n{{"name": "{tools[0].name}", "arguments": '
-            return Forced(begun, json.dumps(_schema(tools[0])), "}\n</tool_call>")
+            return Forced(begun, json.dumps(_schema(tools[0])), ended="}\n</tool_call>")
         calls = [_call_schema(tool, place) for place, tool in enumerate(tools)]
         definitions = {f"tool{place}": _schema(tool) for place, tool in enumerate(tools)}
-        return Forced("<tool_call>\n", json.dumps({"anyOf": calls, "$defs": definitions}), "\n</tool_call>")
+        return Forced("<tool_call>\n", json.dumps({"anyOf": calls, "$defs": definitions}), ended="\n</tool_call>")
 
     def refuses(self, tool: Tool) -> str | None:
         return None

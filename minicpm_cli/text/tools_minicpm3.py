@@ -15,8 +15,10 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from minicpm_cli.errors import RequestError
 from minicpm_cli.text.tool_blocks import Forced, Quoted, Tags
 from minicpm_cli.text.tool_preview import Begun, Growing, Reading, Steps
+from minicpm_cli.text.tool_rules import Notation, literal, rules
 from minicpm_cli.text.tool_values import Malformed, argument_types, typed_arguments
 from minicpm_cli.types import Tool
 
@@ -62,7 +64,10 @@ class MiniCPM3:
             yield "}"
 
     def forced(self, tools: Sequence[Tool]) -> Forced:
-        return Forced(f"{_OPEN}\n```python\n" + (f"{tools[0].name}(" if len(tools) == 1 else ""))
+        begun, heads = f"{_OPEN}\n```python\n", [f"{tool.name}(" for tool in tools]
+        if len(tools) == 1:
+            begun, heads = begun + heads[0], [""]
+        return Forced(begun, rules=rules(tools, heads, _NOTATION), ended=f"\n```\n{_CLOSE}")
 
     def refuses(self, tool: Tool) -> str | None:
         if tool.name.isidentifier() and not keyword.iskeyword(tool.name):
@@ -173,3 +178,16 @@ def _value(node: ast.expr, tool: Tool, name: str) -> Any:
 class _JsonNames(ast.NodeTransformer):
     def visit_Name(self, node: ast.Name) -> ast.expr:
         return ast.Constant(_JSON_NAMES[node.id]) if node.id in _JSON_NAMES else node
+
+
+def _around(tool: Tool, name: str) -> tuple[str, str]:
+    if not name.isidentifier():
+        raise RequestError(
+            "bad_parameter",
+            f"tools: the model calls {tool.name} in Python, where its parameter {name!r} can be no name; use letters, "
+            "digits and _, or let tool_choice be auto",
+        )
+    return literal(f"{name}{'_' if keyword.iskeyword(name) else ''}="), ""
+
+
+_NOTATION = Notation(kind=lambda tool, name: "json", around=_around, between=", ", ends='")"', tags={})

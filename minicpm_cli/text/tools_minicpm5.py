@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from minicpm_cli.text.tool_blocks import Cdata, Forced, Tags
 from minicpm_cli.text.tool_preview import Begun, Growing, Reading
+from minicpm_cli.text.tool_rules import Notation, literal, rules
 from minicpm_cli.text.tool_values import Malformed, argument_types, from_text, json_text, without_entities
 from minicpm_cli.types import Tool
 
@@ -19,6 +20,7 @@ _PARAM = re.compile(rf"\s*<param{_NAME}")
 _SECTION = re.compile(r"<!\[CDATA\[(.*?)\]\]>(?=\s*(?:</param>|<!\[CDATA\[))", re.DOTALL)
 _LOOSE = re.compile(r"<!\[CDATA\[(.*?)\]\]>", re.DOTALL)
 _END = "</param>"
+_ENTITIES = str.maketrans({"<": "&lt;", ">": "&gt;", "&": "&amp;", '"': "&quot;"})
 _HEADER, _BLANKS = "name", 64
 
 
@@ -54,7 +56,10 @@ class MiniCPM5:
         yield from _previewed(text, head.end(), tool)
 
     def forced(self, tools: Sequence[Tool]) -> Forced:
-        return Forced(f'<function name="{tools[0].name}">' if len(tools) == 1 else '<function name="')
+        begun, heads = '<function name="', [f'{tool.name}">' for tool in tools]
+        if len(tools) == 1:
+            begun, heads = begun + heads[0], [""]
+        return Forced(begun, rules=rules(tools, heads, _NOTATION))
 
     def refuses(self, tool: Tool) -> str | None:
         return None
@@ -118,3 +123,17 @@ def _value(body: str, start: int, *, sure: bool = False) -> tuple[str, int] | No
     if sections and not "".join(parts[::2]).strip():
         parts[::2] = [""] * len(parts[::2])
     return "".join(parts), end + len(_END)
+
+
+def _around(tool: Tool, name: str) -> tuple[str, str]:
+    written = f'name="{name.translate(_ENTITIES)}">'
+    return f'param_open " "? {literal(written)}', "param_close"
+
+
+_NOTATION = Notation(
+    kind=lambda tool, name: "text",
+    around=_around,
+    between="",
+    ends="function_close",
+    tags={"param_open": "<param", "param_close": _END, "function_close": MiniCPM5.tags.close},
+)

@@ -15,6 +15,7 @@ from minicpm_cli.grammar.grammars import Grammars
 from minicpm_cli.text.tokenizer import Tokenizer, load_tokenizer
 from minicpm_cli.types import SamplingParams
 
+CLOSING = (b'"', b"}", b"]", b")", b">")
 FAMILIES = ("minicpm4-0.5b", "minicpm5-1b")  # SentencePiece with bytes, byte-level
 
 
@@ -44,20 +45,23 @@ def allowed(mask: object, size: int) -> list[int]:
     return [int(i) for i in np.flatnonzero(bits)]
 
 
-def walk(params: SamplingParams, seed: int, family: str = FAMILIES[0], most: int = 4000) -> str | None:
+def walk(
+    params: SamplingParams, seed: int, family: str = FAMILIES[0], most: int = 4000, rules: str | None = None
+) -> str | None:
     """A random answer; None if it does not end within `most` tokens. Ends and closing marks are likelier."""
     known, chance = tokenizer(family), random.Random(seed)
-    mask = grammars(family).mask(replace(params, think=False), Answering())
+    mask = grammars(family).mask(replace(params, think=False), Answering(), rules=rules)
     assert mask is not None
     data = b""
     for _ in range(most):
         tokens = allowed(mask, known.vocab_size)
         assert tokens, f"nothing may follow {data!r}"
-        closing = [t for t in tokens if t in known.eos_ids_hint or known.piece(t) in (b'"', b"}", b"]")]
+        closing = [t for t in tokens if t in known.eos_ids_hint or known.piece(t) in CLOSING]
+        closing += [t for t in tokens if t in known.control_ids]
         token = chance.choice(closing if closing and chance.random() < 0.3 else tokens)
         if token in known.eos_ids_hint:
             return data.decode()
-        assert token not in known.control_ids
+        assert rules is not None or token not in known.control_ids
         data += known.piece(token)
         if mask.accept(token) == "stop":
             return data.decode()

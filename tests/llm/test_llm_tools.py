@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import jsonschema_rs
 import pytest
 
 from checkpoints import write_checkpoint
@@ -172,18 +173,29 @@ class TestWhatAModelWrites:
 
 class TestMustCall:
     @pytest.mark.parametrize("name", ["weather", "now"])
-    def test_json_is_held_to_the_schema_by_any_weights(self, model, name: str) -> None:
+    @pytest.mark.parametrize("source", [HERMES_TOOLS, MINICPM3_TOOLS, MINICPM5_TOOLS])
+    def test_a_call_is_held_to_the_schema_by_any_weights(self, model, source: str, name: str) -> None:
         """Random weights would write noise."""
         choice = {"type": "function", "function": {"name": name}}
-        text, calls, finish = answered(model(HERMES_TOOLS).stream([ask(choice, temperature=1.0)]))
+        text, calls, finish = answered(model(source).stream([ask(choice, temperature=1.0)]))
         assert (text, finish) == ("", "tool_calls")
         ((called, arguments),) = calls
         assert called == name
         assert set(arguments) == ({"city", "days"} if name == "weather" else set())
+        jsonschema_rs.validate((WEATHER if name == "weather" else NOW)["parameters"], arguments)
 
-    def test_any_of_them(self, model) -> None:
-        text, calls, finish = answered(model(HERMES_TOOLS).stream([ask("required", temperature=1.0)]))
+    @pytest.mark.parametrize("source", [HERMES_TOOLS, MINICPM3_TOOLS, MINICPM5_TOOLS])
+    def test_any_of_them(self, model, source: str) -> None:
+        text, calls, finish = answered(model(source).stream([ask("required", temperature=1.0)]))
         assert (text, finish, len(calls)) == ("", "tool_calls", 1)
+
+    def test_what_no_call_can_be_held_to(self, model) -> None:
+        schema = {"type": "object", "properties": {"x": {"not": {}}}}
+        tools = tools_of([{"type": "function", "function": {"name": "f", "parameters": schema}}])
+        request = Request("a", HELLO, tools=tools, tool_choice=ToolChoice("required"))
+        for source in (HERMES_TOOLS, MINICPM3_TOOLS, MINICPM5_TOOLS):
+            with pytest.raises(RequestError, match="not is not supported"):
+                model(source).encoded(request)
 
     def test_xml_is_begun_and_ends_behind_its_call(self, model) -> None:
         llm = model()
