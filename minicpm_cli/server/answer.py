@@ -13,7 +13,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from minicpm_cli.server.faults import STOPPING, Fault, fault_of
-from minicpm_cli.server.loop import EngineLoop, Inbox
+from minicpm_cli.server.inbox import Inbox
+from minicpm_cli.server.loop import EngineLoop
+from minicpm_cli.server.outlet import Outlet, outlet_of
 from minicpm_cli.server.shapes import Choice, Json, Shape, usage_of
 from minicpm_cli.types import Channel, Event, Request, Usage
 
@@ -48,9 +50,11 @@ class Answer(Response):
         self._engine, self._inbox, self._shape, self._each = engine, inbox, shape, each
         self._index = {request.id: i for i, request in enumerate(choices)}
         self._around: dict[tuple[int, Channel], tuple[bytes, bytes]] = {}
+        self._outlet: Outlet | None = None
         self.form = Form()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._outlet = outlet_of(scope)
         work = asyncio.create_task(self._stream(send) if self.form.stream else self._whole(send))
         watch = asyncio.create_task(_gone(receive))
         try:
@@ -98,9 +102,18 @@ class Answer(Response):
                 return
             if not self._inbox.open:
                 break
-            events = await self._inbox.take()
+            events = await self._inbox.take(self._straight if self._outlet is not None else None)
         tail = _frame(self._shape.last(self._usage(usages))) if self.form.include_usage else b""
         await _send_part(send, tail + _DONE, more=False)
+
+    def _straight(self, event: Event) -> bool:
+        """Writes a piece of text; anything else, and a client that is slow, is left to `_stream`."""
+        outlet = self._outlet
+        if outlet is None or not _plain(event) or not outlet.open:
+            return False
+        if frame := self._text(self._index[event.id], event):
+            outlet.write(frame)
+        return True
 
     def _frames(self, events: Sequence[Event], usages: list[Usage]) -> tuple[list[bytes], bool]:
         """What to send of these events, and whether one of them was an error, which ends the stream."""

@@ -13,6 +13,7 @@ from contextlib import closing
 from math import ceil
 
 from minicpm_cli.errors import MinicpmError, RequestError
+from minicpm_cli.server.inbox import Inbox
 from minicpm_cli.server.served import Served
 from minicpm_cli.types import Event, Request
 
@@ -27,29 +28,6 @@ class Busy(MinicpmError):
     def __init__(self, waiting: int, seconds: int) -> None:
         super().__init__(f"{waiting} requests are waiting already. Try again in {seconds} s.")
         self.seconds = seconds
-
-
-class Inbox:
-    """The events of the requests of one call, in the thread of the event loop. `open` are those not yet finished."""
-
-    def __init__(self, ids: Sequence[str]) -> None:
-        self.open = set(ids)
-        self.begun = time.monotonic()
-        self._events: list[Event] = []
-        self._ready = asyncio.Event()
-
-    def put(self, event: Event) -> None:
-        if event.finish is not None:
-            self.open.discard(event.id)
-        self._events.append(event)
-        self._ready.set()
-
-    async def take(self) -> list[Event]:
-        """What has come since the last call, at least one event."""
-        await self._ready.wait()
-        self._ready.clear()
-        events, self._events = self._events, []
-        return events
 
 
 class EngineLoop:

@@ -10,7 +10,8 @@ from contextlib import suppress
 from mmap import PAGESIZE
 from pathlib import Path
 
-from minicpm_cli.server.loop import EngineLoop, Inbox
+from minicpm_cli.server.inbox import Inbox
+from minicpm_cli.server.loop import EngineLoop
 from minicpm_cli.server.served import Served
 from minicpm_cli.types import Event
 

@@ -11,9 +11,11 @@ from types import FrameType
 
 import uvicorn
 from starlette.concurrency import run_in_threadpool
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from minicpm_cli.errors import MinicpmError, UsageError
 from minicpm_cli.server.app import Service, build_app
+from minicpm_cli.server.outlet import with_outlets
 
 # A decode step of a small model takes 2 ms; by default a thread may keep the others from running for 5 ms.
 _TURN_SECONDS = 0.0005
@@ -56,6 +58,7 @@ class Serving(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 build_app(service),
+                http=with_outlets(AutoHTTPProtocol),
                 log_config=None,
                 access_log=log,
                 lifespan="on",
