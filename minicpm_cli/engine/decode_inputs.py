@@ -8,11 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minicpm_cli.engine.inputs import ROW, Arrays, Kind, Layout, Shape, fill_draws
+from minicpm_cli.engine.inputs import ROW, Arrays, Layout, Shape, fill_draws
+from minicpm_cli.engine.lockstep import Continued
 from minicpm_cli.engine.pages import DUMMY
 from minicpm_cli.engine.penalties import Penalties
-from minicpm_cli.engine.plan import Chunk, Plan
+from minicpm_cli.engine.plan import Chunk, Kind, Plan
 from minicpm_cli.engine.sequence import Sequence
+
+ADVANCING = ("positions", "slots", "kv_len", "index")  # by one from a step to the next
 
 
 class DecodeLayout:
@@ -63,22 +66,60 @@ class DecodeHost:
         self._drawn: tuple[int, list[Sequence]] = 0, []  # whose draws the arrays for so many rows describe
         self._first = np.zeros(layout.rows, np.int64)  # positions of their first answers
         self._rows = np.arange(layout.rows)
-        self._places: dict[int, Arrays] = {}
+        self._places: dict[int, tuple[Arrays, int, Tensor]] = {}
+        self._before: Continued | None = None  # the step that the arrays are of, if it is one of those
+        self._own = False  # whether each row's token is the one that the same row draws in the step before
 
     def fill(self, plan: Plan, count: int, kind: Kind) -> Tensor:
         """The bytes to send. Rows beyond the plan's write to the dummy page and read one token of it."""
-        arrays, span = self.layout.step(count)
-        host = self._places.get(count)
-        if host is None:
-            host = self._places[count] = arrays.host(self.buffer)
+        host, first, sent = self._place(count)
+        before, self._before = self._before, None
+        if not isinstance(plan, Continued):
+            self._fill(plan, host, count, first, kind)
+            return sent
+        if before is not None and before.lockstep is plan.lockstep:
+            self._advance(plan, plan.number - before.number, host, first, kind)
+        else:
+            self._fill(plan, host, count, first, kind)
+        self._before = plan
+        return sent
+
+    def _place(self, count: int) -> tuple[Arrays, int, Tensor]:
+        """The arrays of a step of so many rows, where in the buffer its first id is, and the bytes that it sends."""
+        if count not in self._places:
+            arrays, span = self.layout.step(count)
+            self._places[count] = arrays.host(self.buffer), arrays.start // 8, self.buffer[span]
+        return self._places[count]
+
+    def _fill(self, plan: Plan, host: Arrays, count: int, first: int, kind: Kind) -> None:
         if count != self._drawn[0]:
             self._drawn = count, []  # the arrays of another count lie elsewhere, over these
         self._fill_table(plan.sampled, count)
-        self._fill_ids(host, plan.chunks, arrays.start // 8)
+        self._fill_ids(host, plan.chunks, first)
         self._fill_slots(host, [chunk.start for chunk in plan.chunks])
         if kind not in ("greedy", "hosted"):
             self._fill_draws(host, plan.sampled, count)
-        return self.buffer[span]
+
+    def _advance(self, plan: Continued, places: int, host: Arrays, first: int, kind: Kind) -> None:
+        """Over the arrays of an earlier step of the same rows: a step is so many places further."""
+        used, seq = plan.rows, plan.sampled[0]
+        for name in ("positions", "slots", "kv_len") if kind in ("greedy", "hosted") else ADVANCING:
+            host[name][:used] += places
+        for number in range(plan.number - places + 1, plan.number + 1):
+            for row in plan.lockstep.turning(number):
+                self._turn(host, plan.sampled[row], row, plan.lockstep.first[row] + number, plan.number - number)
+        if plan.lockstep.first[0] + plan.number < len(seq.tokens):
+            self._fill_ids(host, plan.chunks, first)
+        elif not self._own:
+            host["source"][:used] = self._rows[:used]
+            self._own = True
+
+    def _turn(self, host: Arrays, seq: Sequence, row: int, place: int, further: int) -> None:
+        """A row has come to the first place of a page, or to one a little further."""
+        column = place // self.page_size
+        page = self.table[row, column] = seq.pages[column]
+        host["slots"][row] = page * self.page_size + further
+        self._versions[row] = seq.version
 
     def _fill_table(self, seqs: list[Sequence], count: int) -> None:
         held, versions = self._held, self._versions
@@ -92,7 +133,7 @@ class DecodeHost:
 
     def _fill_ids(self, host: Arrays, chunks: list[Chunk], first: int) -> None:
         """Tokens in flight come from the row that draws them, others from `ids`."""
-        used, source = len(chunks), host["source"]
+        used, source, self._own = len(chunks), host["source"], False
         source[:used] = [seq.row if start == len(seq.tokens) and not seq.draft else -1 for seq, start, _, _ in chunks]
         source[used:] = -1
         known = (source < 0).nonzero()[0]

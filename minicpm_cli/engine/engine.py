@@ -123,7 +123,7 @@ class Engine:
             self._since = started
         events = self._land() if self._flight and self._foresees(self._flight) else []
         plan = self.scheduler.plan()
-        if not plan.chunks:
+        if not plan.rows:
             return events or (self._land() if self._flight else self._pause())
         phase = self._phase(plan)
         if self.memory is not None:
@@ -157,7 +157,9 @@ class Engine:
 
         Not if a request needs the host between its steps, nor if a capture would keep the tokens in flight waiting.
         """
-        return self._lag and not self.scheduler.hosted and self.runner.ready(self.scheduler.running)
+        if not self._lag or self.scheduler.hosted:
+            return False
+        return self.scheduler.repeats or self.runner.ready(self.scheduler.running)
 
     def _foresees(self, flight: Flight) -> bool:
         """Whether the next step's rows depend on what the one in flight draws."""

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from minicpm_cli.engine.decode_inputs import DecodeLayout
-from minicpm_cli.engine.inputs import DrawState, Kind, Tensors, penalty_state
+from minicpm_cli.engine.inputs import DrawState, Tensors, penalty_state
 from minicpm_cli.engine.penalties import Penalties, PenaltyState
-from minicpm_cli.engine.plan import Plan
+from minicpm_cli.engine.plan import Kind, Plan
 from minicpm_cli.kernels.batch import Drafts, ForwardBatch
 
 FEWEST_DRAFTED = 8  # rows of a step with drafts: each size would need a capture, and kernels of its own for the draws
@@ -112,7 +112,7 @@ class Form(NamedTuple):
 
     @classmethod
     def of(cls, plan: Plan, kind: Kind, most: int) -> Form:
-        rows = len(plan.chunks)
+        rows = plan.rows
         if not plan.extra:
             return cls(padded(rows, most), kind)
         return cls(padded(max(rows, FEWEST_DRAFTED), most), kind, padded(rows - plan.extra, most))
@@ -133,11 +133,13 @@ class DecodeSteps:
         self.layout, self.page_size, self.device = layout, page_size, device
         self._run, self._draw, self._capture = run, draw, capture
         self.buffer = torch.zeros(layout.nbytes, dtype=torch.uint8, device=device)
+        self.results = self.buffer[: layout.drawn.stop]
         results = layout.drawn.device(self.buffer)
         self.drawn, self.peaks = results["drawn"], results["peak"]
         self._elements = self.buffer[: layout.nbytes // 8 * 8].view(torch.int64)
         self._rows = torch.arange(layout.rows + 1, dtype=torch.int64, device=device)
         self._starts = self._rows.int()
+        self._received: dict[int, Tensor] = {}  # where in the buffer the bytes of a step of so many rows go
         self._captured: dict[Form, Work] = {}
         self.logits: dict[Form, Tensor] = {}  # [rows, V] of the last hosted step of each form
 
@@ -149,12 +151,17 @@ class DecodeSteps:
         """Runs a plan, padded to the form, on the bytes `sent` by the host; leaves ids and peaks on the device."""
         if self._capture is not None and form not in self._captured:
             self._captured[form] = self._capture_step(self._capture, form)
-        self.buffer[self.layout.step(form.rows)[1]].copy_(sent, non_blocking=True)
+        self._place(form.rows).copy_(sent, non_blocking=True)
         if self._capture is None:
-            padding = (1,) * (form.rows - len(plan.chunks))
+            padding = (1,) * (form.rows - plan.rows)
             self._step(form, tuple([chunk.start + 1 for chunk in plan.chunks]) + padding)
         else:
             self._captured[form]()
+
+    def _place(self, count: int) -> Tensor:
+        if count not in self._received:
+            self._received[count] = self.buffer[self.layout.step(count)[1]]
+        return self._received[count]
 
     def rows(self, count: int) -> Tensors:
         """How the rows of a step of so many are drawn, until the next one is launched."""

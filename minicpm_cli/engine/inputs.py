@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -49,19 +49,6 @@ class DrawState:
 
 def penalty_state(tensors: Tensors, counts: Tensor) -> PenaltyState:
     return PenaltyState(**{name: tensors[name] for name in PENALTY}, counts=counts)
-
-
-Kind = Literal["greedy", "drawn", "penalised", "hosted"]  # what a step's draw has to look at; the host draws the last
-
-
-def kind_of(seqs: Iterable[Sequence]) -> Kind:
-    kind: Kind = "greedy"
-    for seq in seqs:
-        if seq.penalised:
-            return "penalised"
-        if not seq.greedy:
-            kind = "drawn"
-    return kind
 
 
 PENALTY: Mapping[str, Any] = {

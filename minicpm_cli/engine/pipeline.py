@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property, partial
+from itertools import cycle
 from typing import Protocol
 
 import numpy as np
@@ -14,10 +15,11 @@ from torch import Tensor
 from minicpm_cli.engine import inputs
 from minicpm_cli.engine.decode_inputs import DecodeHost, DecodeLayout
 from minicpm_cli.engine.graphs import Capture, DecodeSteps, DeviceDraw, Form, Work, padded
-from minicpm_cli.engine.inputs import Kind, StepInputs, Tensors, kind_of
+from minicpm_cli.engine.inputs import StepInputs, Tensors
+from minicpm_cli.engine.lockstep import Continued
 from minicpm_cli.engine.masks import apply_bitmask, fill_masks, words_of
 from minicpm_cli.engine.penalties import Penalties
-from minicpm_cli.engine.plan import Chunk, Plan
+from minicpm_cli.engine.plan import Chunk, Kind, Plan, kind_of
 from minicpm_cli.engine.prefills import PrefillSteps
 from minicpm_cli.engine.sequence import Drawn, EngineConfig, Sequence
 from minicpm_cli.kernels.batch import ForwardBatch
@@ -40,6 +42,7 @@ class Passed:
 
 
 Submit = Callable[[Work], Mark]
+Told = Callable[[Plan, list[int], list[float]], Drawn]
 
 
 def submit_now(work: Work) -> Mark:
@@ -47,11 +50,17 @@ def submit_now(work: Work) -> Mark:
     return Passed()
 
 
-def submit_cuda(work: Work) -> Mark:
-    work()
-    mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    mark.record()
-    return mark
+class CudaQueue:
+    """The current stream. A mark is set anew when nobody can be waiting for it: a step has at most two of them."""
+
+    def __init__(self) -> None:
+        self._marks = cycle([torch.cuda.Event() for _ in range(2 * SLOTS)])  # type: ignore[no-untyped-call]
+
+    def __call__(self, work: Work) -> Mark:
+        work()
+        mark = next(self._marks)
+        mark.record()
+        return mark
 
 
 class Slot:
@@ -75,7 +84,7 @@ class Slot:
 class DeviceFlight:
     """Must be read before the second launch after it, when its slot is used again."""
 
-    def __init__(self, plan: Plan, slot: Slot, told: Callable[[Plan, list[int], list[float]], list[Drawn]]) -> None:
+    def __init__(self, plan: Plan, slot: Slot, told: Told) -> None:
         self.plan, self._slot, self._mark, self._told = plan, slot, slot.mark, told
 
     def complete(self) -> None:
@@ -84,7 +93,7 @@ class DeviceFlight:
     def wait(self) -> None:
         self._mark.synchronize()
 
-    def draws(self) -> list[Drawn]:
+    def draws(self) -> Drawn:
         count = len(self.plan.sampled)
         return self._told(self.plan, self._slot.ids[:count].tolist(), self._slot.peaks[:count].tolist())
 
@@ -92,13 +101,7 @@ class DeviceFlight:
 class MaskedFlight(DeviceFlight):
     """Draws when the tokens before are known, while its forward runs: the masks of its rows depend on them."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        slot: Slot,
-        told: Callable[[Plan, list[int], list[float]], list[Drawn]],
-        draw: Callable[[Tensor], Mark],
-    ) -> None:
+    def __init__(self, plan: Plan, slot: Slot, told: Told, draw: Callable[[Tensor], Mark]) -> None:
         super().__init__(plan, slot, told)
         self._draw, self._refused = draw, dict[int, Exception]()
 
@@ -107,10 +110,9 @@ class MaskedFlight(DeviceFlight):
         self._refused = fill_masks(words.numpy(), self.plan.sampled)
         self._mark = self._slot.mark = self._draw(words)
 
-    def draws(self) -> list[Drawn]:
+    def draws(self) -> Drawn:
         drawn = super().draws()
-        for row, error in self._refused.items():
-            drawn[row] = Drawn(-1, error=error)
+        drawn.errors.update(self._refused)
         return drawn
 
 
@@ -122,7 +124,7 @@ class Pipeline:
         config: EngineConfig,
         device: torch.device,
         run: Callable[[ForwardBatch], Tensor],
-        told: Callable[[Plan, list[int], list[float]], list[Drawn]],
+        told: Told,
         draw: DeviceDraw,
         capture: Capture | None,
     ) -> None:
@@ -131,7 +133,7 @@ class Pipeline:
         layout, self.pinned = DecodeLayout(config.rows, columns), device.type == "cuda"
         self.steps = DecodeSteps(layout, config.page_size, device, run, draw, capture)
         self.prefills = PrefillSteps(columns, config.page_size, device, run, draw, capture)
-        self.submit: Submit = submit_cuda if self.pinned else submit_now
+        self.submit: Submit = CudaQueue() if self.pinned else submit_now
         self._slots = [Slot(layout, config.page_size, draw.penalties, pinned=self.pinned) for _ in range(SLOTS)]
         self._turn = 0
 
@@ -141,7 +143,9 @@ class Pipeline:
 
     def captures(self, plan: Plan) -> bool:
         """Whether launching the plan captures its decode step first."""
-        return plan.decodes and not self.steps.ready(Form.of(plan, _captured_kind(plan.sampled), self.config.rows))
+        if isinstance(plan, Continued) or not plan.decodes:
+            return False
+        return not self.steps.ready(Form.of(plan, "hosted" if plan.masked else plan.kind, self.config.rows))
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> DeviceFlight:
@@ -151,13 +155,12 @@ class Pipeline:
         slot.mark.synchronize()
         work = self._apart(plan, slot) or self._mixed(plan)
         begin = self.draw.penalties.begin()
-        for row, seq in enumerate(plan.sampled):
-            seq.row = row
+        self._number_rows(plan)
 
         def step() -> None:
             begin()
             work()
-            slot.results.copy_(self.steps.buffer[: len(slot.results)], non_blocking=True)
+            slot.results.copy_(self.steps.results, non_blocking=True)
 
         slot.mark = self.submit(step)
         self._turn = (self._turn + 1) % SLOTS
@@ -167,11 +170,10 @@ class Pipeline:
         """The forward now, the draw when its masks are there. The scores stay where they are until then."""
         slot = self._slots[self._turn]
         slot.mark.synchronize()
-        kind, scores = kind_of(plan.sampled), list[tuple[Tensor, Tensors]]()
+        kind, scores = plan.kind, list[tuple[Tensor, Tensors]]()
         forward = self._scores_of_decodes(plan, slot, kind) if plan.decodes else self._scores(plan, kind)
         begin = self.draw.penalties.begin()
-        for row, seq in enumerate(plan.sampled):
-            seq.row = row
+        self._number_rows(plan)
 
         def compute() -> None:
             begin()
@@ -212,7 +214,13 @@ class Pipeline:
         if len(logits) > count:
             allowed = torch.cat([allowed, logits[count:]])
         self.steps.take(allowed, kind, rows)
-        slot.results.copy_(self.steps.buffer[: len(slot.results)], non_blocking=True)
+        slot.results.copy_(self.steps.results, non_blocking=True)
+
+    def _number_rows(self, plan: Plan) -> None:
+        if isinstance(plan, Continued):
+            return  # they are those of the step before
+        for row, seq in enumerate(plan.sampled):
+            seq.row = row
 
     @torch.inference_mode()
     def logits(self, plan: Plan) -> Tensor:  # [S, V] float32, until the next step
@@ -222,7 +230,7 @@ class Pipeline:
         form = Form.of(plan, "hosted", self.config.rows)
         self.steps.launch(slot.inputs.fill(plan, form.rows, form.kind), plan, form)
         slot.mark = self.submit(lambda: None)
-        return self.steps.logits[form][: len(plan.chunks)]
+        return self.steps.logits[form][: plan.rows]
 
     def settle(self) -> None:
         """Waits for all that was launched, on whichever stream: the memory of steps left in flight is free again."""
@@ -236,12 +244,13 @@ class Pipeline:
 
         The weights are read more than once, which takes less time than the host needs to launch kernel by kernel.
         """
+        if plan.decodes:
+            return self._decode(plan, slot)
         prompts = plan.chunks[plan.decoding :]
         sizes = [self.prefills.size(chunk) for chunk in prompts[: PROMPTS_APART + 1]]
         if len(sizes) > PROMPTS_APART or 0 in sizes:
             return None
-        decodes = Plan(plan.chunks[: plan.decoding]) if prompts else plan
-        works = [self._decode(decodes, slot)] if plan.decoding else []
+        works = [self._decode(Plan(plan.chunks[: plan.decoding]), slot)] if plan.decoding else []
         row = plan.decoding
         for chunk, size in zip(prompts, sizes, strict=True):
             works.append(self._prefill(chunk, size, row))
@@ -254,7 +263,7 @@ class Pipeline:
         return work
 
     def _decode(self, plan: Plan, slot: Slot) -> Work:
-        form = Form.of(plan, kind_of(plan.sampled), self.config.rows)
+        form = Form.of(plan, plan.kind, self.config.rows)
         sent = slot.inputs.fill(plan, form.rows, form.kind)
         return lambda: self.steps.launch(sent, plan, form)
 
@@ -270,7 +279,7 @@ class Pipeline:
         return work
 
     def _mixed(self, plan: Plan) -> Work:
-        kind = kind_of(plan.sampled)
+        kind = plan.kind
         host = self._built(plan, kind)
 
         def work() -> None:

@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterable
+from functools import cached_property
+from typing import Literal, NamedTuple
 
 from minicpm_cli.engine.sequence import Sequence
+
+Kind = Literal["greedy", "drawn", "penalised", "hosted"]  # what a step's draw has to look at; the host draws the last
+
+
+def kind_of(seqs: Iterable[Sequence]) -> Kind:
+    kind: Kind = "greedy"
+    for seq in seqs:
+        if seq.penalised:
+            return "penalised"
+        if not seq.greedy:
+            kind = "drawn"
+    return kind
 
 
 class Chunk(NamedTuple):
@@ -24,7 +38,7 @@ class Plan:
     """
 
     def __init__(self, chunks: list[Chunk], extra: int = 0) -> None:
-        self.chunks, self.extra = chunks, extra
+        self._chunks, self.rows, self.extra = chunks, len(chunks), extra
         self.sampled = [seq for seq, _, _, sample in chunks if sample]
         self.tokens = sum([size for _, _, size, _ in chunks])
         self.decodes = self.tokens == len(chunks) == len(self.sampled)
@@ -34,6 +48,15 @@ class Plan:
             self.decoding = next(others, len(chunks))
         self.hosted = True in [seq.hosted for seq, _, _, _ in chunks]
         self.masked = True in [seq.masked for seq in self.sampled]
+
+    @property
+    def chunks(self) -> list[Chunk]:
+        return self._chunks
+
+    @cached_property
+    def kind(self) -> Kind:
+        """What the draw has to look at, wherever it takes place."""
+        return kind_of(self.sampled)
 
     def joined(self) -> list[Chunk]:
         """The chunks, with the rows of a draft and the one before them as one run: its keys are read once."""

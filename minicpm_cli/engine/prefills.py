@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from minicpm_cli.engine.graphs import Capture, DeviceDraw, Work
-from minicpm_cli.engine.inputs import Kind, StepInputs, fill_draws, kind_of, step_layout
+from minicpm_cli.engine.inputs import StepInputs, fill_draws, step_layout
 from minicpm_cli.engine.memory_workspace import PREFILL_GRAPH
 from minicpm_cli.engine.pages import DUMMY
-from minicpm_cli.engine.plan import Chunk
+from minicpm_cli.engine.plan import Chunk, Kind, kind_of
 from minicpm_cli.kernels.batch import ForwardBatch, is_fresh
 
 # In tokens. To launch the kernels of one after the other took a host from 13 to 35 ms, in which an H200 computes 1,400

@@ -53,7 +53,7 @@ class Flight(Protocol):
 
     def wait(self) -> None: ...
 
-    def draws(self) -> list[Drawn]: ...
+    def draws(self) -> Drawn: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Landed:
     """A step whose tokens the host knows."""
 
     plan: Plan
-    drawn: list[Drawn]
+    drawn: Drawn
 
     def complete(self) -> None:
         pass
@@ -69,7 +69,7 @@ class Landed:
     def wait(self) -> None:
         pass
 
-    def draws(self) -> list[Drawn]:
+    def draws(self) -> Drawn:
         return self.drawn
 
 
@@ -137,11 +137,11 @@ class Runner:
         return inputs.build(plan, self.page_size, pinned=self.device.type == "cuda").to(self.device)[0]
 
     @torch.inference_mode()
-    def sample(self, plan: Plan, logits: Tensor) -> list[Drawn]:  # [S, V]
+    def sample(self, plan: Plan, logits: Tensor) -> Drawn:  # [S, V]
         """A token, or the reason why there is none, for each sequence of `plan.sampled`. Waits for the device."""
         seqs = plan.sampled
         if not seqs:
-            return []
+            return Drawn([])
         rows = Rows.of(
             [seq.request.params for seq in seqs],
             [seq.request.seed for seq in seqs],
@@ -153,8 +153,7 @@ class Runner:
         tokens, peaks, ids = settle(sample(scores, rows), scores, rows)
         self.penalties.note(seqs, ids)
         drawn = told(plan, tokens, peaks)
-        for row, error in refused.items():
-            drawn[row] = Drawn(-1, error=error)
+        drawn.errors.update(refused)
         return with_logprobs(drawn, logits, ids, seqs)
 
     def reset(self) -> None:
@@ -193,18 +192,18 @@ def _capturable(model: Model) -> bool:
     return bool(getattr(model, "capturable", True))
 
 
-def told(plan: Plan, tokens: list[int], peaks: list[float]) -> list[Drawn]:
-    """What the host is told of the tokens drawn; a peak that is not finite tells that there is none."""
-    if all(map(math.isfinite, peaks)):
-        new = tuple.__new__  # half the time of a NamedTuple's own
-        return [new(Drawn, (token, None, None)) for token in tokens]
-    return [_drawn(seq, token, peak) for seq, token, peak in zip(plan.sampled, tokens, peaks, strict=True)]
+def told(plan: Plan, tokens: list[int], peaks: list[float]) -> Drawn:
+    """What the host is told of the tokens drawn; a peak, of float32, that is not finite tells that there is none."""
+    if math.isfinite(sum(peaks)):  # only if each is
+        return Drawn(tokens)
+    errors = {row: _error(plan.sampled[row], peak) for row, peak in enumerate(peaks) if not math.isfinite(peak)}
+    return Drawn(tokens, errors=errors)
 
 
-def with_logprobs(drawn: list[Drawn], logits: Tensor, ids: Tensor, seqs: list[Sequence]) -> list[Drawn]:
+def with_logprobs(drawn: Drawn, logits: Tensor, ids: Tensor, seqs: list[Sequence]) -> Drawn:
     """Adds what requests asked for: log-probabilities of the model itself, before penalties, mask and temperature."""
     wanted = [seq.request.params.logprobs for seq in seqs]
-    rows = [row for row, n in enumerate(wanted) if n is not None and drawn[row].error is None]
+    rows = [row for row, n in enumerate(wanted) if n is not None and row not in drawn.errors]
     if not rows:
         return drawn
     index = torch.tensor(rows, device=logits.device)
@@ -215,19 +214,14 @@ def with_logprobs(drawn: list[Drawn], logits: Tensor, ids: Tensor, seqs: list[Se
     for place, row in enumerate(rows):
         n = wanted[row] or 0
         top = tuple(zip(tokens[place][:n], values[place][:n], strict=True))
-        drawn[row] = drawn[row]._replace(logprob=Logprob(drawn[row].token, chosen[place], top))
+        drawn.logprobs[row] = Logprob(drawn.tokens[row], chosen[place], top)
     return drawn
 
 
-def _drawn(seq: Sequence, token: int, peak: float) -> Drawn:
-    if math.isfinite(peak):
-        return Drawn(token)
+def _error(seq: Sequence, peak: float) -> Exception:
     if seq.request.mask is not None and peak == -math.inf:
-        return Drawn(-1, error=RequestError("schema_invalid", "the schema or regex allows no further token here"))
-    return Drawn(
-        -1,
-        error=MinicpmError(
-            f"the model's scores are not finite (largest: {peak}) after {len(seq.tokens)} tokens, most likely an "
-            "overflow of float16. Run again with --dtype bf16 or fp32; if it stays, the weights are damaged."
-        ),
+        return RequestError("schema_invalid", "the schema or regex allows no further token here")
+    return MinicpmError(
+        f"the model's scores are not finite (largest: {peak}) after {len(seq.tokens)} tokens, most likely an "
+        "overflow of float16. Run again with --dtype bf16 or fp32; if it stays, the weights are damaged."
     )

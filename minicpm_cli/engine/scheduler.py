@@ -12,13 +12,22 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
 
+from minicpm_cli.engine.lockstep import Continued, Repetition
 from minicpm_cli.engine.pages import ROOT, PagePool
 from minicpm_cli.engine.plan import Chunk, Plan
-from minicpm_cli.engine.sequence import SPECULATING, Drawn, EngineConfig, EngineRequest, Sequence, TokenEvent
+from minicpm_cli.engine.sequence import (
+    SPECULATING,
+    Drawn,
+    EngineConfig,
+    EngineRequest,
+    Sequence,
+    TokenEvent,
+    answer_limit,
+)
 from minicpm_cli.engine.speculation import Price, Speculation, verified
 from minicpm_cli.engine.stats import Stats
 from minicpm_cli.errors import ContextOverflow, RequestError
-from minicpm_cli.types import FinishReason
+from minicpm_cli.types import FinishReason, Logprob
 
 new = tuple.__new__  # of a NamedTuple: half the time of its own, where there is one for every token
 
@@ -50,6 +59,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.waiting: deque[Sequence] = deque()
         self._stuck = False  # the first in line did not fit, and nothing was freed since
+        self._repetition = Repetition(config.page_size)
         self._hosted = 0  # requests
 
     @property
@@ -61,6 +71,11 @@ class Scheduler:
     def speculates(self) -> bool:
         """Whether the next step's rows depend on what the one in flight draws."""
         return self.speculation is not None and self.speculation.pays(self.running)
+
+    @property
+    def repeats(self) -> bool:
+        """Whether the next step has the rows of the last one, whoever joins."""
+        return self._repetition.goes_on
 
     @property
     def live(self) -> int:
@@ -77,6 +92,13 @@ class Scheduler:
         return None
 
     def plan(self) -> Plan:
+        again = None if self._admits() else self._repetition.next(self.pool)
+        plan = again or self._planned()
+        self.stats.note_pages(self.pool.usable, self.pool.held, self.pool.idle)
+        return plan
+
+    def _planned(self) -> Plan:
+        self._repetition.end()
         chunks: list[Chunk] = []
         preemptions = self.stats.preemptions
         budget = self._decodes(chunks, self.config.max_batch_tokens)
@@ -86,41 +108,49 @@ class Scheduler:
         if preemptions == self.stats.preemptions:
             self._admit(chunks, budget)
         plan = self._drafted(chunks)
-        self.stats.note_pages(self.pool.usable, self.pool.held, self.pool.idle)
+        if plan.decodes and (self.speculation is None or plan.rows > SPECULATING):
+            self._repetition.begin(plan, self.running)
         return plan
 
-    def commit(self, plan: Plan, draws: Collection[Drawn]) -> list[TokenEvent]:
-        """The step is computed: its tokens are in the cache, `draws` are those of `plan.sampled`, in order.
+    def commit(self, plan: Plan, drawn: Drawn) -> list[TokenEvent]:
+        """The step is computed: its tokens are in the cache, `drawn` are those of `plan.sampled`, in order.
 
         Meanwhile a sequence may have ended, or lost its pages to another; the token drawn for it is then no less true.
         """
+        if isinstance(plan, Continued) and self._repetition.holds(plan) and plan.lockstep.goes_on_after(plan, drawn):
+            return self._commit_repeated(plan, drawn.tokens)
         chunks = plan.chunks
         if plan.extra:
-            chunks, draws = verified(chunks, draws)
-        now, events, rows, size, told = self.clock(), [], iter(draws), self.config.page_size, 0
+            chunks, drawn = verified(chunks, drawn)
+        now, events, size, row, told = self.clock(), [], self.config.page_size, -1, 0
         for seq, start, count, sample in chunks:
-            drawn = next(rows) if sample else None
+            row += sample
             if seq.finished:
                 continue
-            if drawn is not None and drawn.error is not None:
-                events.append(self._end(seq, "error", now, error=drawn.error))
+            if sample and row in drawn.errors:
+                events.append(self._end(seq, "error", now, error=drawn.errors[row]))
                 continue
-            if seq.seated:
-                seq.computed = computed = start + count
-                if (seq.sealed + 1) * size <= computed:
-                    self._seal(seq)
-            if drawn is not None:
-                events.append(self._append(seq, drawn, now))
+            if seq.seated and (seq.sealed + 1) * size <= start + count:
+                self._seal(seq, start + count)
+            if sample:
+                events.append(self._append(seq, drawn.tokens[row], drawn.logprobs.get(row), now))
                 told += 1
         self.stats.generated_tokens += told
         if plan.extra and self.speculation:
             self.speculation.settle(plan)
         return events
 
+    def _commit_repeated(self, plan: Continued, tokens: list[int]) -> list[TokenEvent]:
+        """Of sequences that all go on."""
+        for row, computed in plan.filled():
+            self._seal(plan.sampled[row], computed)
+        self.stats.generated_tokens += len(tokens)
+        return plan.lockstep.told(tokens)
+
     def timed(self, plan: Plan, seconds: float) -> None:
         """How long a step took, from its launch to its tokens."""
         if self.speculation and plan.decodes:
-            self.speculation.price.timed(len(plan.chunks) - plan.extra, plan.extra, seconds)
+            self.speculation.price.timed(plan.rows - plan.extra, plan.extra, seconds)
 
     def fail(self, sequences: Iterable[Sequence], error: Exception) -> list[TokenEvent]:
         now = self.clock()
@@ -137,20 +167,13 @@ class Scheduler:
         for seq in (*self.running, *self.waiting):
             seq.finished = True
         self.running, self.waiting, self._stuck, self._hosted = [], deque(), False, 0
+        self._repetition.end()
         self.pool.recover()
 
     def _sequence(self, request: EngineRequest) -> Sequence:
-        length, limit, wanted = len(request.prompt), self.config.limit, request.params.max_tokens
-        if not length:
-            raise RequestError("missing_prompt", "the prompt is empty: give it at least one token")
-        if length + (1 if wanted is None else wanted) > limit:
-            raise ContextOverflow(length, 1 if wanted is None else wanted, limit)
-        if min(request.prompt) < 0 or max(request.prompt) >= self.vocab:
-            raise RequestError(
-                "bad_parameter",
-                f"the prompt holds a token id outside 0..{self.vocab - 1}: tokenizer and model do not belong together",
-            )
-        seq = Sequence(request, limit - length if wanted is None else wanted, self.clock())
+        if any(token >= self.vocab for token, _ in request.params.logit_bias):
+            raise RequestError("bad_parameter", f"logit_bias names a token beyond the last one, {self.vocab - 1}")
+        seq = Sequence(request, answer_limit(request, self.config.limit, self.vocab), self.clock())
         seq.hosted |= self.host_draws and (seq.penalised or not seq.greedy)
         self._hosted += seq.hosted
         return seq
@@ -193,8 +216,12 @@ class Scheduler:
         self.waiting.appendleft(seq)
         self.stats.preemptions += 1
 
+    def _admits(self) -> bool:
+        """Whether the first in line may find a seat."""
+        return bool(self.waiting) and len(self.running) < self.config.max_seqs and not self._stuck
+
     def _admit(self, chunks: list[Chunk], budget: int) -> None:
-        while budget and self.waiting and len(self.running) < self.config.max_seqs and not self._stuck:
+        while budget and self._admits():
             seq = self.waiting[0]
             self._stuck = not self._seat(seq)
             if not self._stuck:
@@ -215,11 +242,11 @@ class Scheduler:
             return False
         seq.add_pages(found + self.pool.take(need))
         seq.sealed, seq.seated = len(found), True
-        seq.computed = seq.planned = len(found) * size
+        seq.planned = len(found) * size
         if seq.cached is None:
-            seq.cached, seq.started = seq.computed, self.clock()
+            seq.cached, seq.started = seq.planned, self.clock()
             self.stats.prompt_tokens += seq.prompt_length
-            self.stats.cached_tokens += seq.computed
+            self.stats.cached_tokens += seq.planned
         return True
 
     def _chunk(self, seq: Sequence, chunks: list[Chunk], budget: int) -> int:
@@ -231,35 +258,37 @@ class Scheduler:
             seq.length += sample
         return budget - count
 
-    def _seal(self, seq: Sequence) -> None:
+    def _seal(self, seq: Sequence, computed: int) -> None:
+        """Seals what is full of the pages of a sequence's first tokens."""
         size = self.config.page_size
-        while (seq.sealed + 1) * size <= seq.computed:
+        while (seq.sealed + 1) * size <= computed:
             place, start = seq.sealed, seq.sealed * size
             parent = seq.pages[place - 1] if place else ROOT
             tokens = seq.tokens[start : start + size].tobytes()
-            seq.swap_page(place, self.pool.seal(seq.pages[place], parent, tokens))
+            if seq.swap_page(place, self.pool.seal(seq.pages[place], parent, tokens)):
+                self._repetition.end()
             seq.sealed = place + 1
 
-    def _append(self, seq: Sequence, drawn: Drawn, now: float) -> TokenEvent:
+    def _append(self, seq: Sequence, token: int, logprob: Logprob | None, now: float) -> TokenEvent:
         """Takes a drawn token in and sees whether it is the last one."""
-        token = drawn.token
         seq.tokens.append(token)
         if seq.first_token is None:
             seq.first_token = now
         try:
-            finish = _verdict(seq, token)
+            finish = seq.verdict(token)
         except Exception as error:  # noqa: BLE001 - whatever a request's own sink or mask raises ends that request only
-            return self._end(seq, "error", now, drawn, error)
+            return self._end(seq, "error", now, error=error)
         if finish is None:
-            return new(TokenEvent, (seq.request.id, token, drawn.logprob, None, None, None, None))
-        return self._end(seq, finish, now, drawn)
+            return new(TokenEvent, (seq.request.id, token, logprob, None, None, None, None))
+        return self._end(seq, finish, now, token, logprob)
 
     def _end(
         self,
         seq: Sequence,
         finish: FinishReason,
         now: float,
-        drawn: Drawn | None = None,
+        token: int | None = None,
+        logprob: Logprob | None = None,
         error: Exception | None = None,
     ) -> TokenEvent:
         if seq.seated:
@@ -276,7 +305,6 @@ class Scheduler:
             return TokenEvent(seq.request.id, None, None, "error", usage, timings, error)
         self.stats.cancelled += finish == "cancelled"
         self.stats.finished += finish != "cancelled"
-        token, logprob = (drawn.token, drawn.logprob) if drawn else (None, None)
         return TokenEvent(seq.request.id, token, logprob, finish, usage, timings)
 
     def _release(self, seq: Sequence) -> None:
@@ -284,16 +312,4 @@ class Scheduler:
         self.pool.drop(seq.pages)
         seq.clear_pages()
         seq.seated = self._stuck = False
-
-
-def _verdict(seq: Sequence, token: int) -> FinishReason | None:
-    """Tells the sink and the mask of a token. The end token itself is not part of the text."""
-    request = seq.request
-    if token in request.eos_ids:
-        return "stop"
-    finish = request.sink.push(token) if request.sink else None
-    if finish is None and request.mask:
-        finish = request.mask.accept(token)
-    if finish is None and len(seq.tokens) >= seq.end:
-        return "length"
-    return finish
+        self._repetition.end()

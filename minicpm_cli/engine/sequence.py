@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from minicpm_cli.engine.lookup import Lookup
+from minicpm_cli.errors import ContextOverflow, RequestError
 from minicpm_cli.types import FinishReason, Logprob, SamplingParams, Timings, TokenMask, TokenSink, Usage
 
 SPECULATING = 4  # sequences at once; with more the weights are used well without
@@ -64,6 +65,21 @@ class EngineRequest:
     mask: TokenMask | None = None
 
 
+def answer_limit(request: EngineRequest, limit: int, vocab: int) -> int:
+    """How many tokens the answer may have, of a sequence that may have `limit`. Raises if it can never run."""
+    length, wanted = len(request.prompt), request.params.max_tokens
+    if not length:
+        raise RequestError("missing_prompt", "the prompt is empty: give it at least one token")
+    if length + (1 if wanted is None else wanted) > limit:
+        raise ContextOverflow(length, 1 if wanted is None else wanted, limit)
+    if min(request.prompt) < 0 or max(request.prompt) >= vocab:
+        raise RequestError(
+            "bad_parameter",
+            f"the prompt holds a token id outside 0..{vocab - 1}: tokenizer and model do not belong together",
+        )
+    return limit - length if wanted is None else wanted
+
+
 class TokenEvent(NamedTuple):
     """A token of a request. The last event of a request carries `finish`, `usage` and `timings`.
 
@@ -79,17 +95,24 @@ class TokenEvent(NamedTuple):
     error: Exception | None = None
 
 
-class Drawn(NamedTuple):
-    """What sampling says of one row: a token, or why there is none."""
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """What sampling says of a step's rows: their tokens; by row, what was asked beside, or why there is no token."""
 
-    token: int
-    logprob: Logprob | None = None
-    error: Exception | None = None
+    tokens: list[int]
+    logprobs: dict[int, Logprob] = field(default_factory=dict)
+    errors: dict[int, Exception] = field(default_factory=dict)
+
+    def rows(self, kept: list[int]) -> Drawn:
+        """Of these rows alone."""
+        logprobs = {place: self.logprobs[row] for place, row in enumerate(kept) if row in self.logprobs}
+        errors = {place: self.errors[row] for place, row in enumerate(kept) if row in self.errors}
+        return Drawn([self.tokens[row] for row in kept], logprobs, errors)
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """`tokens` are the prompt and what was generated; the first `computed` of them have keys in `pages`.
+    """`tokens` are the prompt and what was generated; those that were computed have keys in `pages`.
 
     At `end` tokens the answer has as many as it may. `length` also counts the tokens in flight: drawn by a step that
     was launched, not yet known here. The steps launched compute the first `planned` of them. The first `sealed` pages
@@ -119,7 +142,6 @@ class Sequence:
     version: int = 0
     row: int = 0
     planned: int = 0
-    computed: int = 0
     sealed: int = 0
     cached: int | None = None
     seated: bool = False
@@ -135,7 +157,7 @@ class Sequence:
         self.limit = max(self.end, self.prompt_length + 1)
         self.penalised = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
         self.greedy = params.temperature == 0 or params.top_k == 1 or params.top_p == 0
-        self.hosted = params.logprobs is not None
+        self.hosted = params.logprobs is not None or bool(params.logit_bias)
         self.masked = self.request.mask is not None
         self.foreseeable = not self.hosted and not self.masked and not self.penalised
 
@@ -168,16 +190,31 @@ class Sequence:
                 self.run = -1
             self.pages.append(page)
 
-    def swap_page(self, place: int, page: int) -> None:
-        if page != self.pages[place]:
-            self.version += 1
-            self.pages[place] = page
-            self.run = page if len(self.pages) == 1 else -1
+    def swap_page(self, place: int, page: int) -> bool:
+        """Whether it is another one than before."""
+        if page == self.pages[place]:
+            return False
+        self.version += 1
+        self.pages[place] = page
+        self.run = page if len(self.pages) == 1 else -1
+        return True
 
     def clear_pages(self) -> None:
         self.version += 1
         self.pages, self.run = array("i"), -1
-        self.planned = self.computed = self.sealed = 0
+        self.planned = self.sealed = 0
+
+    def verdict(self, token: int) -> FinishReason | None:
+        """Tells the sink and the mask of a token. The end token itself is not part of the text."""
+        request = self.request
+        if token in request.eos_ids:
+            return "stop"
+        finish = request.sink.push(token) if request.sink else None
+        if finish is None and request.mask:
+            finish = request.mask.accept(token)
+        if finish is None and len(self.tokens) >= self.end:
+            return "length"
+        return finish
 
     def usage(self) -> Usage:
         return Usage(self.prompt_length, self.generated, self.cached or 0)

@@ -130,14 +130,14 @@ class Speculation:
         return seq.lookup.odds(min(self.config.lookup, seq.max_tokens - seq.generated - 1))
 
 
-def verified(chunks: list[Chunk], draws: Collection[Drawn]) -> tuple[list[Chunk], list[Drawn]]:
+def verified(chunks: list[Chunk], drawn: Drawn) -> tuple[list[Chunk], Drawn]:
     """The rows that were given the right tokens: of a draft up to and with the first row that draws another one."""
-    kept: list[tuple[Chunk, Drawn]] = []
+    kept: list[int] = []
     last, right = -1, True
-    for chunk, drawn in zip(chunks, draws, strict=True):
+    for row, chunk in enumerate(chunks):
         place = chunk.start - len(chunk.seq.tokens)  # in the draft; -1 is the last known token's row
         right = place < 0 or (right and chunk.seq.draft[place] == last)
-        last = drawn.token
+        last = drawn.tokens[row]
         if right:
-            kept.append((chunk, drawn))
-    return [chunk for chunk, _ in kept], [drawn for _, drawn in kept]
+            kept.append(row)
+    return [chunks[row] for row in kept], drawn.rows(kept)
