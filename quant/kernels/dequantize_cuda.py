@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quant.kernels import nvrtc, targets
-from quant.kernels.gemv import SCALES
+from quant.kernels.forms import definitions, kind_of
 from quant.kernels.layout import DeviceInt
 
 SOURCE = Path(__file__).with_name("dequantize.cu")
@@ -46,8 +46,7 @@ class Form:
 
     @property
     def options(self) -> tuple[str, ...]:
-        names = ("BITS", "HALF", "SCALE", "KIND", "GROUP", "THREADS", "PIECES")
-        return tuple(f"-D{name}={int(value)}" for name, value in zip(names, astuple(self), strict=True))
+        return definitions("BITS HALF SCALE KIND GROUP THREADS PIECES", astuple(self))
 
 
 def supported(w: DeviceInt, dtype: torch.dtype) -> bool:
@@ -60,7 +59,7 @@ def supported(w: DeviceInt, dtype: torch.dtype) -> bool:
 
 
 def form_of(w: DeviceInt, dtype: torch.dtype) -> Form:
-    return Form(w.bits, dtype == torch.float16, SCALES[w.scale.dtype], w.kind, w.group // PIECE)
+    return Form(*kind_of(w, dtype), w.group // PIECE)
 
 
 class Dequantize:

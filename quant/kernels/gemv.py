@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from quant.kernels import nvrtc
+from quant.kernels.forms import definitions, kind_of
 from quant.kernels.layout import DeviceInt
 from quant.kernels.targets import SHARED_BYTES
 from quant.layers.around import Gate, Norm
@@ -18,7 +19,6 @@ from quant.layers.around import Gate, Norm
 FOLDER = Path(__file__).parent
 MOST_ROWS = 8
 TILE = 8  # rows of W in one pass
-SCALES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 GATES = {"silu": 1, "relu": 2}
 PROCESSORS = 132  # of an H200; another number changes the speed only
 FEWEST_WARPS, MOST_WARPS = 5, 12
@@ -100,8 +100,7 @@ class Form:
 
     @property
     def options(self) -> tuple[str, ...]:
-        names = ("BITS", "HALF", "SCALE", "KIND", "RUN", "NB", "DEPTH")
-        return tuple(f"-D{name}={int(value)}" for name, value in zip(names, astuple(self), strict=True))
+        return definitions("BITS HALF SCALE KIND RUN NB DEPTH", astuple(self))
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,10 +165,9 @@ def choose(form: Form, n: int, k: int, groups: int, gated: bool) -> Launch:
 
 
 def form_of(weight: Tensor | DeviceInt, dtype: torch.dtype) -> Form:
-    half = dtype == torch.float16
     if isinstance(weight, Tensor):
-        return Form(16, half)
-    return Form(weight.bits, half, SCALES[weight.scale.dtype], weight.kind, _run(weight.bits, weight.group))
+        return Form(16, dtype == torch.float16)
+    return Form(*kind_of(weight, dtype), _run(weight.bits, weight.group))
 
 
 def _run(bits: int, group: int) -> int:

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from quant.kernels import nvrtc, rows_cuda, trial
 from quant.kernels.copy_engine import MAP_BYTES, SWIZZLE_64, SWIZZLE_128, Map, encoded
-from quant.kernels.gemv import SCALES
+from quant.kernels.forms import definitions, kind_of
 from quant.kernels.layout import DeviceInt
-from quant.kernels.rows_cuda import PROCESSORS, WHOLE_ROW
+from quant.kernels.rows_cuda import PROCESSORS, run_of
 from quant.kernels.targets import SHARED_BYTES
 
 SOURCE = Path(__file__).with_name("rows_bulk.cu")
@@ -96,8 +96,7 @@ class Form:
 
     @property
     def options(self) -> tuple[str, ...]:
-        names = ("BITS", "HALF", "SCALE", "KIND", "RUN", "NT", "WG", "PARTS", "DEPTH", "CHUNKS", "GATE")
-        return tuple(f"-D{name}={int(value)}" for name, value in zip(names, (*astuple(self), 0), strict=True))
+        return definitions("BITS HALF SCALE KIND RUN NT WG PARTS DEPTH CHUNKS GATE", (*astuple(self), 0))
 
     @property
     def rows(self) -> int:
@@ -154,11 +153,10 @@ def form_of(
     depth: int = 4,
     chunks: int = 1,
 ) -> Form:
-    half, shape = dtype == torch.float16, (batch, warp_groups, parts, depth, chunks)
+    shape = batch, warp_groups, parts, depth, chunks
     if isinstance(weight, Tensor):
-        return Form(16, half, 0, 0, 1, *shape)
-    run = WHOLE_ROW if weight.group == weight.K else weight.group // 32
-    return Form(weight.bits, half, SCALES[weight.scale.dtype], weight.kind, run, *shape)
+        return Form(16, dtype == torch.float16, 0, 0, 1, *shape)
+    return Form(*kind_of(weight, dtype), run_of(weight), *shape)
 
 
 def most_rows(weight: Tensor) -> int:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from quant.kernels import nvrtc, targets, trial
-from quant.kernels.gemv import GATES, SCALES
+from quant.kernels.forms import definitions, kind_of
+from quant.kernels.gemv import GATES
 from quant.kernels.layout import DeviceInt
 from quant.kernels.targets import SHARED_BYTES
 from quant.layers.around import Gate
@@ -74,8 +75,7 @@ class Form:
 
     @property
     def options(self) -> tuple[str, ...]:
-        names = ("BITS", "HALF", "SCALE", "KIND", "RUN", "NT", "WG", "PARTS", "DEPTH", "GATE", "EXPERTS", "CHUNKS")
-        return tuple(f"-D{name}={int(value)}" for name, value in zip(names, (*astuple(self), 1), strict=True))
+        return definitions("BITS HALF SCALE KIND RUN NT WG PARTS DEPTH GATE EXPERTS CHUNKS", (*astuple(self), 1))
 
     @property
     def rows(self) -> int:
@@ -167,9 +167,13 @@ def form_of(
     depth: int = 3,
     gate: Gate | None = None,
 ) -> Form:
-    run = WHOLE_ROW if w.group == w.K else w.group // 32
-    bits = w.bits, dtype == torch.float16, SCALES[w.scale.dtype], w.kind, run
-    return Form(*bits, batch, warp_groups, parts, depth, GATES[gate.kind] if gate else 0)
+    kind = GATES[gate.kind] if gate else 0
+    return Form(*kind_of(w, dtype), run_of(w), batch, warp_groups, parts, depth, kind)
+
+
+def run_of(w: DeviceInt) -> int:
+    """Columns under one scale, in units of 32."""
+    return WHOLE_ROW if w.group == w.K else w.group // 32
 
 
 def product(

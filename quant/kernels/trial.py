@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from quant.kernels.gemv import SCALES
+from quant.kernels.forms import SCALES
 from quant.kernels.layout import MIDDLE, DeviceInt
 from quant.kernels.nvrtc import KernelError
 
