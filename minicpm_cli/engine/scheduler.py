@@ -171,8 +171,6 @@ class Scheduler:
         self.pool.recover()
 
     def _sequence(self, request: EngineRequest) -> Sequence:
-        if any(token >= self.vocab for token, _ in request.params.logit_bias):
-            raise RequestError("bad_parameter", f"logit_bias names a token beyond the last one, {self.vocab - 1}")
         seq = Sequence(request, answer_limit(request, self.config.limit, self.vocab), self.clock())
         seq.hosted |= self.host_draws and (seq.penalised or not seq.greedy)
         self._hosted += seq.hosted
