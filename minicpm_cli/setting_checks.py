@@ -139,12 +139,24 @@ def schema(value: Any) -> str:
         raise ValueError(f'JSON such as {{"type": "object"}}, or a file that holds it ({why})') from None
 
 
+def biases(value: Any) -> Any:
+    """A text is JSON, or one token's."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value) if value.lstrip().startswith(("{", "[")) else [value]
+    except ValueError:
+        raise ValueError('ids of tokens and their biases, such as {"15043": -100}') from None
+
+
 def sampling(name: str) -> Callable[[Any], Any]:
     def check(value: Any) -> Any:
         if name == "think":
             value = switch(value)
         elif name == "schema":
             value = schema(value)
+        elif name == "logit_bias":
+            value = biases(value)
         elif name not in ("stop", "schema", "regex"):
             value = _number(value)
         return check_sampling({name: value})[name]

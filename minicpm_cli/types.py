@@ -11,6 +11,7 @@ from minicpm_cli.errors import RequestError
 
 Role = Literal["system", "user", "assistant", "tool"]
 ROLES: tuple[Role, ...] = ("system", "user", "assistant", "tool")
+MOST_BIAS = 100  # of a token's score, as OpenAI has it
 Channel = Literal["think", "answer"]
 FinishReason = Literal["stop", "length", "cancelled", "error", "tool_calls", "malformed_tool_call"]
 
@@ -81,7 +82,7 @@ class SamplingParams:
     `max_tokens` None means: what is left of the context. `seed` None means: drawn afresh.
     `logprobs` N returns the N most likely tokens' log-probabilities beside the chosen one's.
     `think` None leaves the template's default. `schema` (JSON text) or `regex` constrains the answer, not the thinking;
-    `{"type": "object"}` is any JSON object.
+    `{"type": "object"}` is any JSON object. `logit_bias` are tokens and what is added to their scores.
     """
 
     temperature: float = 1.0
@@ -99,6 +100,7 @@ class SamplingParams:
     think_budget: int | None = None
     schema: str | None = None
     regex: str | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
 
     def checked(self, given: Mapping[str, Any]) -> SamplingParams:
         """These parameters with `given` laid over them. Raises RequestError(bad_parameter).
@@ -258,6 +260,21 @@ def _stops(name: str, value: Any) -> tuple[str, ...]:
     return tuple(stops)
 
 
+def _biases(name: str, value: Any) -> tuple[tuple[int, float], ...]:
+    """Of {id: bias}, of such pairs, or of texts ID=BIAS."""
+    pairs = value.items() if isinstance(value, Mapping) else value
+    bias = _number(-MOST_BIAS, MOST_BIAS)
+    try:
+        split = [pair.split("=") if isinstance(pair, str) else pair for pair in pairs]
+        found = {int(token): bias(name, float(by) if isinstance(by, str) else by) for token, by in split}
+        whole = not isinstance(value, str) and all(not isinstance(token, float | bool) for token, _ in split)
+    except (TypeError, ValueError):
+        whole = False
+    if not whole or not all(0 <= token < 2**31 for token in found):
+        raise _bad(name, value, f"ids of tokens, each with a number from -{MOST_BIAS} to {MOST_BIAS}")
+    return tuple(sorted(found.items()))
+
+
 def _bad(name: str, value: Any, wanted: str) -> RequestError:
     return RequestError("bad_parameter", f"{name} is {value!r}; it must be {wanted}")
 
@@ -278,4 +295,5 @@ _CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
     "think_budget": _integer(0, 2**31 - 1),
     "schema": _text,
     "regex": _text,
+    "logit_bias": _biases,
 }

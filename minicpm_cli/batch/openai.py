@@ -17,7 +17,7 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 _PASSED = frozenset(
     (
         *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
-        *("stop", "seed", "max_tokens", "think", "think_budget", "regex"),
+        *("stop", "seed", "max_tokens", "think", "think_budget", "regex", "logit_bias"),
     )
 )
 _HANDLED = frozenset(
@@ -43,7 +43,6 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
-    "logit_bias": ({},),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),

@@ -1,4 +1,6 @@
-"""Repetition, presence and frequency penalties, with each sequence's tokens counted once and kept up as it grows."""
+"""What is done to scores before a draw: a request's biases, and repetition, presence and frequency penalties, for which
+each sequence's tokens are counted once and kept up as it grows.
+"""
 
 from __future__ import annotations
 
@@ -105,6 +107,16 @@ class Penalties:
             self.counts = torch.cat([self.counts, more]) if size else more
             return size
         return min(free)
+
+
+def biased(logits: Tensor, seqs: list[Sequence]) -> Tensor:  # [S, V] -> [S, V], the same if nothing is to do
+    """With what each request adds to the scores of tokens (OpenAI's logit_bias)."""
+    entries = [(row, *pair) for row, seq in enumerate(seqs) for pair in seq.request.params.logit_bias]
+    if not entries:
+        return logits
+    rows, tokens, values = zip(*entries, strict=True)
+    places = tuple(torch.tensor(place, device=logits.device) for place in (rows, tokens))
+    return logits.index_put(places, torch.tensor(values, dtype=logits.dtype, device=logits.device), accumulate=True)
 
 
 def rates(seqs: list[Sequence]) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:

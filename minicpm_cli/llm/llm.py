@@ -158,6 +158,7 @@ class LLM:
             yield engine_request
 
     def _admit(self, request: Request) -> tuple[EngineRequest, _Running]:
+        self._prompter.check_biases(request.params)
         prompt = request if request.ids is not None else self.encoded(request)
         calls = self._prompter.calling(request)
         params = calls.constrained(request.params) if calls else request.params

@@ -96,6 +96,13 @@ class Prompter:
         prompt = self.build(request)
         return replace(request, ids=array("I", prompt.ids), channel=prompt.channel)
 
+    def check_biases(self, params: SamplingParams) -> None:
+        """Raises RequestError for a token that the model does not have."""
+        size = self.checkpoint.cfg.vocab
+        for token, _ in params.logit_bias:
+            if token >= size:
+                raise RequestError("bad_parameter", f"logit_bias names token {token}; the last one is {size - 1}")
+
     def calling(self, request: Request) -> Calling | None:
         """How the answer may call tools. Raises RequestError."""
         if not request.tools and isinstance(request.messages, str):

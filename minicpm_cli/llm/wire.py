@@ -159,6 +159,8 @@ def body_of(request: Request, model: str, given: Collection[str]) -> tuple[str, 
 
 def _constraints(params: SamplingParams) -> dict[str, Any]:
     body: dict[str, Any] = {"stop": list(params.stop)} if params.stop else {}
+    if params.logit_bias:
+        body["logit_bias"] = {str(token): bias for token, bias in params.logit_bias}
     if params.think is not None:
         body["chat_template_kwargs"] = {"enable_thinking": params.think}
     if params.schema is not None:

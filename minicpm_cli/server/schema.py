@@ -9,6 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from minicpm_cli.types import MOST_BIAS
+
 
 def _unicode(text: str) -> str:
     """JSON allows half a surrogate pair, tokenizers do not."""
@@ -20,7 +22,9 @@ def _unicode(text: str) -> str:
 
 
 Text = Annotated[str, AfterValidator(_unicode)]
-MAX_CHOICES = 128
+MAX_CHOICES, MAX_BIASES = 128, 1024
+Token = Annotated[str, Field(pattern="^[0-9]{1,9}$")]  # its id; names of members are texts in JSON
+Bias = Annotated[float, Field(ge=-MOST_BIAS, le=MOST_BIAS)]
 _SEED = 2**63 - 1
 _COUNT = 2**31 - 1
 
@@ -109,7 +113,7 @@ class Sampling(Strict):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     regex: Text | None = None
-    logit_bias: Annotated[dict[Text, float], Field(max_length=0)] | None = None
+    logit_bias: Annotated[dict[Token, Bias], Field(max_length=MAX_BIASES)] | None = None
     # They change nothing here.
     user: Text | None = None
     metadata: dict[Text, Any] | None = None

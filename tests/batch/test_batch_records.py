@@ -96,7 +96,7 @@ def test_limit_is_a_snapshot() -> None:
         (chat(response_format=["json_object"]), "bad_parameter"),
         (chat(response_format={"type": "json_schema"}), "schema_invalid"),
         (chat(response_format={"type": "json_schema", "json_schema": {"schema": "{}"}}), "schema_invalid"),
-        (chat(logit_bias={"5": 1}), "bad_parameter"),
+        (chat(logit_bias={"5": 101}), "bad_parameter"),
         (chat(top_kk=5), "bad_parameter"),
         (chat(logprobs=5), "bad_parameter"),
         (chat(messages=None), "missing_prompt"),
