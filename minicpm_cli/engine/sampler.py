@@ -3,7 +3,8 @@
 In order: repetition, frequency and presence penalties, biases and the token mask (all before this module), temperature,
 top-k, top-p of what top-k kept, min-p; transformers' order. Each filter is a threshold on the scores, so tokens of
 equal score are kept or dropped together, and the draw inverts the cumulative distribution over the kept tokens in order
-of id: a row's token depends on its own logits, parameters and uniform number alone. On a GPU kernels/sampling.py does it.
+of id: a row's token depends on its own logits, parameters and uniform number alone. On a GPU kernels/sampling.py does
+it.
 """
 
 from __future__ import annotations
