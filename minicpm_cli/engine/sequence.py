@@ -157,7 +157,7 @@ class Sequence:
         self.limit = max(self.end, self.prompt_length + 1)
         self.penalised = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
         self.greedy = params.temperature == 0 or params.top_k == 1 or params.top_p == 0
-        self.hosted = params.logprobs is not None
+        self.hosted = params.logprobs is not None or bool(params.logit_bias)
         self.masked = self.request.mask is not None
         self.foreseeable = not self.hosted and not self.masked and not self.penalised
 
