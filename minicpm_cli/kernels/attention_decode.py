@@ -11,7 +11,7 @@ from torch import Tensor
 
 from minicpm_cli.kernels import attention_decode_cuda, attention_decode_grouped
 from minicpm_cli.kernels import attention_decode_kernels as kernels
-from minicpm_cli.kernels.attention_decode_cuda import Cut
+from minicpm_cli.kernels.attention_decode_form import Cut, Stream
 from minicpm_cli.kernels.cache import LayerCache
 
 Turn = tuple[Tensor, Tensor]  # cos and sin [B, 1, R/2] float32, contiguous
@@ -48,7 +48,7 @@ class DecodeAttention:
         kv_len: Tensor,  # [B] int32, at least 1
         scale: float,
         page_size: int,
-        tiling: Tiling | Cut | None = None,
+        tiling: Tiling | Cut | Stream | None = None,
         sequences: int | None = None,
         out: Tensor | None = None,
     ) -> Tensor:  # [B, Hq, Dv], `out` if it is given
@@ -69,7 +69,7 @@ class DecodeAttention:
         kv_len: Tensor,
         scale: float,
         page_size: int,
-        tiling: Tiling | Cut | None = None,
+        tiling: Tiling | Cut | Stream | None = None,
         sequences: int | None = None,
     ) -> Tensor:  # [B, Hq, D]
         """reference.rope_store for each row's newest token, and its attention, in one launch; qkv stays as it is.
@@ -86,22 +86,23 @@ class DecodeAttention:
         history: History,
         scale: float,
         turn: Turn | None,
-        tiling: Tiling | Cut | None,
+        tiling: Tiling | Cut | Stream | None,
         sequences: int | None,
         out: Tensor | None = None,
     ) -> Tensor:
         cache, rows, overlaps = history.cache, sequences or len(q), sequences is None
         tiling = tiling or self._cut(q, rows, heads, history, turn)
-        if isinstance(tiling, Cut):
+        if isinstance(tiling, Cut | Stream):
             table, lengths, size = history.page_table, history.kv_len, history.page_size
             return attention_decode_cuda.decode(
-                q, cache, table, lengths, scale, size, turn, tiling, self._folder, overlaps=overlaps, out=out
-            )
+                q, cache, table, lengths, scale, size, turn, tiling, self._folder,
+                overlaps=overlaps, out=out, counters=self._arrivals,
+            )  # fmt: skip
         if heads == cache.k.shape[2]:
             return self._multi_head(q, history, scale, turn, tiling or multi_head_tiling(rows, history), overlaps, out)
         return self._grouped(q, heads, history, scale, turn, tiling or grouped_tiling(rows, history), overlaps, out)
 
-    def _cut(self, q: Tensor, rows: int, heads: int, history: History, turn: Turn | None) -> Cut | None:
+    def _cut(self, q: Tensor, rows: int, heads: int, history: History, turn: Turn | None) -> Cut | Stream | None:
         """How the CUDA form does it, where that can and is faster."""
         cache, half = history.cache, turn[0].shape[-1] if turn else 0
         keys = cache.k.shape[2]

@@ -1,23 +1,22 @@
-"""Decode attention on Hopper: what the kernels in attention_decode_heads.cu and _grouped.cu are told."""
+"""Decode attention on Hopper: which kernel in CUDA C++ a launch takes, and what it is told."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
 import math
-from dataclasses import astuple, dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from minicpm_cli.kernels.attention_decode_form import Cut, Shape, Stream
 from minicpm_cli.kernels.cache import LayerCache
 from quant.kernels import nvrtc, targets
 from quant.kernels.targets import SHARED_BYTES
 
 FOLDER = Path(__file__).parent
 COMMON = "attention_decode_ptx.cu", "attention_decode_common.cu"
-HEADS, GROUPED = "attention_decode_heads.cu", "attention_decode_grouped.cu"
 KINDS = {torch.float8_e4m3fn: 1, torch.int8: 2}
 LOG2_E = math.log2(math.e)
 
@@ -46,62 +45,6 @@ class Parameters(ctypes.Structure):
         ("table_stride", ctypes.c_int),
         ("scale_log2", ctypes.c_float),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """How the work is divided."""
-
-    block: int = 1  # warps of a block with heads of their own, where each query head has its own key head
-    cluster: int = 1  # blocks along one sequence, at most 8
-    warps: int = 4
-    depth: int = 2  # tokens of a thread in one step, there too
-    stages: int = 4  # steps in the ring
-    across: int = 1  # heads of a warp, there too
-
-
-@dataclass(frozen=True, slots=True)
-class Form:
-    """What a kernel is compiled for."""
-
-    width: int
-    heads: int
-    keys: int
-    page: int
-    kind: int
-    half: bool  # float16, else bfloat16
-    turn: int
-    cut: Cut
-
-    @property
-    def options(self) -> tuple[str, ...]:
-        names = ("D", "HEADS", "KEYS", "PAGE", "KIND", "FLOAT16", "TURN")
-        cuts = ("BLOCK", "CLUSTER", "WARPS", "DEPTH", "STAGES", "ACROSS")  # in the order of Cut
-        shape = self.width, self.heads, self.keys, self.page, self.kind, self.half, self.turn
-        return tuple(f"-D{name}={int(n)}" for name, n in zip(names + cuts, shape + astuple(self.cut), strict=True))
-
-    @property
-    def source(self) -> str:
-        return text(HEADS if self.heads == self.keys else GROUPED)
-
-    @property
-    def blocks(self) -> int:
-        """Of one sequence."""
-        group = self.heads // self.keys
-        alone = self.heads // (self.cut.block * self.cut.across)
-        return self.cut.cluster * (alone if group == 1 else self.keys * -(-group // 16))
-
-    @property
-    def shared_bytes(self) -> int:
-        """As the kernels lay it out: a barrier, the warps' rings, the parts of the heads that come together here."""
-        cut, part = self.cut, (self.width + 4) * 4
-        pieces = self.width * (1 if self.kind else 2) // 16
-        if self.heads == self.keys:
-            side = 32 // (1 << (pieces - 1).bit_length())
-            stage = cut.depth * 1024 + (side * cut.depth * 4 if self.kind else 0)
-            return 16 + cut.warps * (cut.stages * stage + cut.cluster * cut.across * part)
-        stage = (2 * -(-pieces // 4) + 4 * -(-pieces // 8)) * 512 + (64 if self.kind else 0)
-        return 16 + cut.warps * (cut.stages * stage + 16 * part) + 8 * self.width
 
 
 def text(kernel: str) -> str:
@@ -162,11 +105,12 @@ def decode(
     scale: float,
     page_size: int,
     turn: tuple[Tensor, Tensor] | None = None,  # cos and sin [B, 1, R/2] float32
-    cut: Cut | None = None,
+    cut: Cut | Stream | None = None,
     folder: Path | None = None,
     *,
     overlaps: bool = True,
     out: Tensor | None = None,
+    counters: Tensor | None = None,  # [1 + B] int32 for a Stream, which finds and leaves zeros
 ) -> Tensor:  # [B, Hq, D]
     """softmax(q k^T * scale) v over each row's kv_len tokens; with `turn` the newest is rotated and stored first.
 
@@ -177,8 +121,27 @@ def decode(
     out = q.new_empty(rows, heads, width) if out is None else out
     cut = cut or choose(rows, heads, keys, page_table.shape[1] * page_size, narrow(cache))
     kind, half = KINDS.get(cache.k.dtype, 0), turn[0].shape[-1] if turn else 0
-    form = Form(width, heads, keys, page_size, kind, q.dtype == torch.float16, half, cut)
-    launcher, p = _launcher(form, rows, q.device, folder, overlaps)
+    shape = Shape(width, heads, keys, page_size, kind, q.dtype == torch.float16, half)
+    launcher, p = _launcher(shape, cut, rows, q.device, folder, overlaps)
+    if isinstance(cut, Stream):
+        assert counters is not None
+        parts = q.new_empty(cut.parts(shape, rows), dtype=torch.float32)
+        share(p, cut, rows, parts, counters)
+    fill(p, q, cache, page_table, kv_len, scale, turn, out)
+    launcher(torch.cuda.current_stream(q.device).cuda_stream)
+    return out
+
+
+def fill(
+    p: Parameters,
+    q: Tensor,
+    cache: LayerCache,
+    page_table: Tensor,
+    kv_len: Tensor,
+    scale: float,
+    turn: tuple[Tensor, Tensor] | None,
+    out: Tensor,
+) -> None:
     p.q, p.k, p.v, p.out = q.data_ptr(), cache.k.data_ptr(), cache.v.data_ptr(), out.data_ptr()
     p.table, p.lengths = page_table.data_ptr(), kv_len.data_ptr()
     p.q_stride, p.row_stride, p.table_stride = q.stride(0), cache.k.stride(1), page_table.stride(0)
@@ -188,20 +151,31 @@ def decode(
         p.scale_stride = cache.k_scale.stride(0)
     if turn:
         p.cos, p.sin = turn[0].data_ptr(), turn[1].data_ptr()
-    launcher(torch.cuda.current_stream(q.device).cuda_stream)
-    return out
+
+
+def share(p: Parameters, cut: Stream, rows: int, parts: Tensor, counters: Tensor) -> None:
+    """What the blocks of a Stream share."""
+    assert counters.numel() > rows
+    p.parts, p.counters, p.rows, p.splits = parts.data_ptr(), counters.data_ptr(), rows, cut.splits
 
 
 @functools.cache
 def _launcher(
-    form: Form, rows: int, device: torch.device, folder: Path | None, overlaps: bool
+    shape: Shape, cut: Cut | Stream, rows: int, device: torch.device, folder: Path | None, overlaps: bool
 ) -> tuple[nvrtc.Launcher, Parameters]:
-    parameters, blocks, threads = Parameters(), rows * form.blocks, 32 * form.cut.warps
-    compiled = kernel(form, device, folder)
-    return compiled.launcher(blocks, threads, form.shared_bytes, parameters, overlaps=overlaps), parameters
+    parameters, blocks = Parameters(), cut.blocks(shape, rows, _processors(device))
+    compiled = kernel(shape, cut.compiled if isinstance(cut, Stream) else cut, device, folder)
+    shared, threads = cut.shared_bytes(shape), cut.threads(shape)
+    return compiled.launcher(blocks, threads, shared, parameters, overlaps=overlaps), parameters
 
 
 @functools.cache
-def kernel(form: Form, device: torch.device, folder: Path | None) -> nvrtc.Kernel:
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def kernel(shape: Shape, cut: Cut | Stream, device: torch.device, folder: Path | None) -> nvrtc.Kernel:
     """Compiled or read from `folder` once a process and device."""
-    return nvrtc.build("attention_decode", form.source, form.options, device, SHARED_BYTES, folder)
+    options = shape.options + cut.options
+    return nvrtc.build("attention_decode", text(cut.source(shape)), options, device, SHARED_BYTES, folder)

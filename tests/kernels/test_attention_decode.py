@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from minicpm_cli.kernels import reference
+from minicpm_cli.kernels.attention_decode_form import Cut, Shape
 from minicpm_cli.kernels.cache import LayerCache, beside, encode
 from quant.kernels import targets
 
 attention_decode = pytest.importorskip("minicpm_cli.kernels.attention_decode")
 attention_decode_cuda = pytest.importorskip("minicpm_cli.kernels.attention_decode_cuda")
-Cut = attention_decode_cuda.Cut
 
 PAGE = 16
 LENGTHS = (1, 15, 16, 17, 300)
@@ -173,7 +173,7 @@ def test_hopper_kernels(
         (6, 128, Cut(across=2, block=1, depth=2)),
     ],
 )
-def test_several_heads_of_a_warp(heads: int, width: int, cut: attention_decode_cuda.Cut, cached: torch.dtype) -> None:
+def test_several_heads_of_a_warp(heads: int, width: int, cut: Cut, cached: torch.dtype) -> None:
     found = attend(heads, heads, width, torch.bfloat16, "cuda", cached=cached, tiling=cut)
     assert found < TOLERANCE[torch.bfloat16]
 
@@ -193,8 +193,8 @@ def test_every_choice_fits_a_block(width: int, heads: int, keys: int, coded: boo
     for rows in (1, 2, 4, 8, 16, 32, 64, 200):
         for longest in (512, 4096, 131072):
             cut = attention_decode_cuda.choose(rows, heads, keys, longest, coded and width < 128)
-            form = attention_decode_cuda.Form(width, heads, keys, PAGE, int(coded), False, 0, cut)
-            assert form.shared_bytes <= targets.SHARED_BYTES
+            shape = Shape(width, heads, keys, PAGE, int(coded), False, 0)
+            assert cut.shared_bytes(shape) <= targets.SHARED_BYTES
             assert heads % cut.block == 0
             assert cut.cluster * cut.warps <= 32
 
