@@ -37,3 +37,12 @@ def test_a_defect_that_one_text_lays_bare_ends_that_request_only(load, monkeypat
     ends = {event.id: event for event in llm.stream([bad, GOOD] if first else [GOOD, bad]) if event.finish}
     assert isinstance(ends["bad"].error, ZeroDivisionError)
     assert ends["good"].finish == "length"
+
+
+@pytest.mark.parametrize("ids", [None, [5, 6]])
+def test_a_bias_for_a_token_that_is_not_there(load, ids: list[int] | None) -> None:
+    params = SamplingParams(max_tokens=3, seed=1, logit_bias=((2**30, 1.0),))
+    events = list(load().stream([Request("bad", "hello", params, ids=ids), GOOD]))
+    ends = {event.id: event for event in events if event.finish}
+    assert "logit_bias names token 1073741824" in str(ends["bad"].error)
+    assert ends["good"].finish == "length"

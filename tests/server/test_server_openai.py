@@ -6,6 +6,8 @@ import openai
 import pytest
 
 from fakes import FakeLLM
+from minicpm_cli.llm.remote import RemoteLLM
+from minicpm_cli.types import Message, Request, SamplingParams
 
 ASKED = [{"role": "user", "content": "one two three"}]
 SAID = "You said: one two three"
@@ -47,6 +49,16 @@ def test_thinking_is_apart_from_the_answer(serve) -> None:
     deltas = [c.choices[0].delta for c in client.chat.completions.create(model="fake", messages=ASKED, stream=True)]
     assert "".join(getattr(d, "reasoning_content", None) or "" for d in deltas) == "let me see"
     assert "".join(d.content or "" for d in deltas) == SAID
+
+
+def test_biases_are_passed_on(serve) -> None:
+    server = serve()
+    server.client().chat.completions.create(model="fake", messages=ASKED, logit_bias={"9": 1, "5": -100})
+    assert server.llm.seen[-1].params.logit_bias == ((5, -100.0), (9, 1.0))
+    llm = RemoteLLM.open(server.url, None, None, {})
+    params = SamplingParams(logit_bias=((5, -1.5),))
+    list(llm.stream([Request("a", (Message("user", "q"),), params)]))
+    assert server.llm.seen[-1].params.logit_bias == params.logit_bias
 
 
 def test_several_choices_have_their_own_seeds_and_places(serve) -> None:

@@ -34,6 +34,16 @@ from minicpm_cli.types import SamplingParams, check_sampling
         ("stop", ""),
         ("stop", ["a", ""]),
         ("stop", 5),
+        ("logit_bias", {"five": 1}),
+        ("logit_bias", {"5": 100.5}),
+        ("logit_bias", {"5": math.nan}),
+        ("logit_bias", {"5": None}),
+        ("logit_bias", {5.5: 1}),
+        ("logit_bias", {-1: 1}),
+        ("logit_bias", {2**31: 1}),
+        ("logit_bias", ["5"]),
+        ("logit_bias", "5=1"),
+        ("logit_bias", 5),
         ("think", "yes"),
         ("nonsense", 1),
     ],
@@ -51,6 +61,13 @@ def test_refused(name: str, value: Any) -> None:
 )
 def test_edges_are_allowed(name: str, value: Any) -> None:
     assert check_sampling({name: value}) == {name: value}
+
+
+@pytest.mark.parametrize("value", [{"9": 1, "5": -100}, {9: 1.0, 5: -100}, [[9, 1], (5, -100)], ["9=1", "5=-100"]])
+def test_biases(value: Any) -> None:
+    found = check_sampling({"logit_bias": value})
+    assert found == {"logit_bias": ((5, -100.0), (9, 1.0))}
+    assert check_sampling(found) == found
 
 
 def test_laid_over_the_defaults() -> None:

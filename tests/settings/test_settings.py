@@ -194,6 +194,16 @@ def test_a_template_file_and_a_home_folder(config: Path, tmp_path: Path, monkeyp
     assert load(config, {"chat_template": "chatml"}).options.chat_template == "chatml"
 
 
+def test_biases(config: Path) -> None:
+    wanted = ((5, -100.0), (7, 0.5))
+    assert load(config, {"logit_bias": ["7=0.5", "5=-100"]}).sampling["logit_bias"] == wanted
+    assert load(config, text="logit_bias = [[5, -100.0], [7, 0.5]]").sampling["logit_bias"] == wanted
+    assert load(config, text="[logit_bias]\n5 = -100\n7 = 0.5").sampling["logit_bias"] == wanted
+    assert load(config, text='logit_bias = \'{"5": -100, "7": 0.5}\'').sampling["logit_bias"] == wanted
+    with pytest.raises(UsageError, match="logit_bias is '{'; it must be ids of tokens"):
+        load(config, text="logit_bias = '{'")
+
+
 def test_several_stops(config: Path) -> None:
     assert load(config, {"stop": ("a", "b")}).sampling["stop"] == ("a", "b")
     assert load(config, text='stop = ["a", "b"]').sampling["stop"] == ("a", "b")
