@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from minicpm_cli.kernels import reference
-from minicpm_cli.kernels.attention_decode_form import Cut, Shape
+from minicpm_cli.kernels.attention_decode_form import Cut, Shape, Stream
 from minicpm_cli.kernels.cache import LayerCache, beside, encode
 from quant.kernels import targets
 
@@ -176,6 +176,43 @@ def test_hopper_kernels(
 def test_several_heads_of_a_warp(heads: int, width: int, cut: Cut, cached: torch.dtype) -> None:
     found = attend(heads, heads, width, torch.bfloat16, "cuda", cached=cached, tiling=cut)
     assert found < TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cached", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8])
+@pytest.mark.parametrize(
+    ("heads", "width", "cut"),
+    [
+        (4, 64, Stream(3, sides=4)),
+        (36, 64, Stream(1, sides=2)),
+        (36, 64, Stream(8, sides=2, stages=4, resident=2)),
+        (8, 128, Stream(2, sides=2, depth=4, stages=3)),
+    ],
+)
+def test_streams_of_tokens(heads: int, width: int, cut: Stream, cached: torch.dtype) -> None:
+    dtype = torch.float16 if cached == torch.float16 else torch.bfloat16
+    lengths = (*LENGTHS, *range(20, 700, 40))
+    found = attend(heads, heads, width, dtype, "cuda", cached=cached, tiling=cut, lengths=lengths, launches=2)
+    assert found < TOLERANCE[dtype]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cached", [torch.bfloat16, torch.float8_e4m3fn])
+def test_a_row_of_a_stream_is_the_same_whoever_computes_its_parts(cached: torch.dtype) -> None:
+    lengths = tuple(1 + 7 * i % 401 for i in range(200))
+    table, pages = shuffled_table(lengths, PAGE, "cuda")
+    cache = random_cache(pages, PAGE, 36, 64, 64, cached, "cuda")
+    q = torch.randn(len(lengths), 36, 64).bfloat16().cuda()
+    kv_len = torch.tensor(lengths, dtype=torch.int32, device="cuda")
+    decode, cut = (
+        attention_decode.DecodeAttention(torch.device("cuda")),
+        Stream(3, sides=4 if cached.itemsize == 1 else 2),
+    )
+    first = decode(q, cache, table, kv_len, 0.125, PAGE, cut)
+    for _ in range(5):
+        order = torch.randperm(len(lengths), device="cuda")
+        again = decode(q[order], cache, table[order], kv_len[order], 0.125, PAGE, cut)
+        assert torch.equal(again, first[order])
 
 
 @pytest.mark.gpu
