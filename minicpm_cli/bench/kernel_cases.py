@@ -212,11 +212,11 @@ class Sizes:
 
     def sampling(self) -> list[Case]:
         """64 rows with temperature and top-p; the logits' bytes count once."""
-        from minicpm_cli.kernels.sampling import Draws
+        from minicpm_cli.kernels.sampling import draws_for
 
         rows = 64
         logits = [torch.randn(rows, self.cfg.vocab, device=self.device) for _ in range(8)]
-        draws = Draws(rows, self.cfg.vocab, self.device)
+        draws = draws_for(rows, self.cfg.vocab, self.device)
         calls = [partial(draws, x, _draw_state(rows, self.device)) for x in logits]
         return [Case(f"sampling top-p 0.8, {rows} rows", "GB/s", logits[0].nbytes, calls)]
 

@@ -22,7 +22,7 @@ Capture = Callable[[Work], Work]
 
 
 class Draw(Protocol):
-    """Draws on the device: ids [S] int64 and peaks [S] float32, the largest scores, of logits [S, V] float32."""
+    """Draws on the device: ids [S] int64 and peaks [S] float32, the largest scores, of logits [S, V]."""
 
     def __call__(
         self, logits: Tensor, state: DrawState, penalties: PenaltyState | None, /
@@ -50,7 +50,7 @@ class DeviceDraw:
     def __call__(self, logits: Tensor, kind: Kind, rows: Tensors, ids: Tensor, peaks: Tensor) -> None:  # [S, V]
         if self.draw is None:
             assert kind == "greedy", "the device cannot draw, and was asked to"
-            torch.max(logits, -1, out=(peaks, ids))  # the lowest id among equals
+            torch.max(logits.float(), -1, out=(peaks, ids))  # the lowest id among equals
             return
         if kind == "greedy":  # 122,753 logits of a row: torch's max takes 36 us of an H200
             drawn = self.draw.greedy(logits)

@@ -223,7 +223,7 @@ class Pipeline:
             seq.row = row
 
     @torch.inference_mode()
-    def logits(self, plan: Plan) -> Tensor:  # [S, V] float32, until the next step
+    def logits(self, plan: Plan) -> Tensor:  # [S, V], until the next step
         """Of a decode step that the host draws from. Nothing may be in flight."""
         slot = self._slots[self._turn]
         slot.mark.synchronize()

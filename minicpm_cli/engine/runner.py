@@ -31,7 +31,7 @@ class Vocabulary(Protocol):
 
 
 class Model(Protocol):
-    """What the engine needs of a decoder: logits [S, V] float32 of a batch, keys and values written to `kv`."""
+    """What the engine needs of a decoder: logits [S, V] of a batch, keys and values written to `kv`."""
 
     @property
     def cfg(self) -> Vocabulary: ...
@@ -148,6 +148,7 @@ class Runner:
             [seq.drawn_before(start + size) for seq, start, size, sampled in plan.chunks if sampled],
             self.device,
         )
+        logits = logits.float()
         scores = biased(self.penalties.apply(logits, seqs), seqs)
         scores, refused = masked(scores, seqs)
         tokens, peaks, ids = settle(sample(scores, rows), scores, rows)
@@ -176,9 +177,9 @@ def _kernel_draws(config: EngineConfig, model: Model) -> Draw | None:
     """None: only the host can draw, since Triton is not installed or does not know the GPU."""
     if not targets.triton_compiles(model.device):
         return None
-    from minicpm_cli.kernels.sampling import Draws  # triton: only where a GPU is
+    from minicpm_cli.kernels.sampling import draws_for  # triton: only where a GPU is
 
-    return Draws(config.rows, model.cfg.vocab, model.device)
+    return draws_for(config.rows, model.cfg.vocab, model.device, getattr(model, "kernels", None))
 
 
 def alike_rows(model: Model) -> int | None:

@@ -79,6 +79,7 @@ class Decoder:
         on_progress: Callable[[int, int], None] | None = None,
     ) -> None:
         self.cfg, self.device, self.dtype, self.ops = cfg, weights.device, weights.dtype, ops
+        self.kernels = weights.kernels
         self.embed, self.head = _embed_and_head(cfg, weights)
         blocks = []
         for layer in range(cfg.layers):
@@ -112,10 +113,10 @@ class Decoder:
             for branch, names in ((block.attention, ("qkv", "out")), (block.mlp, ("gate_up", "down"))):
                 yield from (getattr(branch, name, None) for name in names)
 
-    def forward(self, batch: ForwardBatch, kv: KVCache) -> Tensor:  # [S, V] float32
-        """Logits of the rows `batch.last`; the keys and values of all rows are written to `kv`."""
+    def forward(self, batch: ForwardBatch, kv: KVCache) -> Tensor:  # [S, V]
+        """`scores` of the rows `batch.last`; the keys and values of all rows are written to `kv`."""
         decoding = len(batch.last) == len(batch.ids)
-        return self.logits(self.hidden(batch, kv, None if decoding else batch.last))
+        return self.scores(self.hidden(batch, kv, None if decoding else batch.last))
 
     def hidden(self, batch: ForwardBatch, kv: KVCache, wanted: Tensor | None = None) -> Tensor:  # [T, H] or [S, H]
         """The residual stream after the last block, of the rows `wanted`. Of others that block only stores the keys."""
@@ -133,6 +134,10 @@ class Decoder:
         return rows if scale == 1.0 else rows * scale
 
     def logits(self, h: Tensor) -> Tensor:  # [S, H] -> [S, V] float32
+        return self.scores(h).float()
+
+    def scores(self, h: Tensor) -> Tensor:  # [S, H] -> [S, V]
+        """The logits as the head's product leaves them: in float32, or rounded to the model's type."""
         if not len(h):
             return torch.empty(0, self.cfg.vocab, device=h.device)
         if len(h) <= getattr(self.head, "fused_rows", 0):
@@ -141,7 +146,7 @@ class Decoder:
         h = self.ops.rms_norm(h, self.norm.weight, self.norm.eps)
         if self.cfg.logit_divisor != 1.0:
             h = h / self.cfg.logit_divisor
-        return self.head(h).float()
+        return self.head(h)
 
 
 def _embed_and_head(cfg: ModelConfig, weights: Weights) -> tuple[Embedding, Linear]:

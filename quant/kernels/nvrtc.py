@@ -119,16 +119,24 @@ class Kernel:
     module: Any
 
     def launcher(
-        self, grid: int, threads: int, shared_bytes: int, parameters: ctypes.Structure, *, overlaps: bool = True
+        self,
+        grid: int,
+        threads: int,
+        shared_bytes: int,
+        parameters: ctypes.Structure,
+        *,
+        overlaps: bool = True,
+        cluster: int = 1,
     ) -> Launcher:
-        return Launcher(self, grid, threads, shared_bytes, parameters, overlaps=overlaps)
+        return Launcher(self, grid, threads, shared_bytes, parameters, overlaps=overlaps, cluster=cluster)
 
 
 class Launcher:
     """A launch prepared once: one structure as the only parameter, whose fields the caller sets between calls.
 
     If it `overlaps` the end of the launch before it on the stream (programmatic dependent launch), the kernel itself
-    waits, with griddepcontrol.wait, before it reads what that one wrote.
+    waits, with griddepcontrol.wait, before it reads what that one wrote. `cluster`: blocks of one, at most 8, where the
+    kernel itself does not say it.
     """
 
     def __init__(
@@ -140,20 +148,19 @@ class Launcher:
         parameters: ctypes.Structure,
         *,
         overlaps: bool = True,
+        cluster: int = 1,
     ) -> None:
         from cuda.bindings import driver
 
         self.parameters = parameters
         self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(parameters))
         self._arguments = ctypes.addressof(self._pointers)
-        attribute = driver.CUlaunchAttribute()
-        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-        attribute.value.programmaticStreamSerializationAllowed = 1
+        attributes = _attributes(overlaps, cluster)
         config = driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
         config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
         config.sharedMemBytes = shared_bytes
-        config.attrs, config.numAttrs = ([attribute], 1) if overlaps else ([], 0)
+        config.attrs, config.numAttrs = attributes, len(attributes)
         self._config, self._kernel, self._launch = config, kernel, driver.cuLaunchKernelEx
         self._stream = -1
 
@@ -165,6 +172,22 @@ class Launcher:
         status = self._launch(self._config, self._kernel.function, self._arguments, 0)[0]
         if status:
             raise KernelError(f"CUDA refused to launch a kernel: {status!r}")
+
+
+def _attributes(overlaps: bool, cluster: int) -> list[Any]:
+    from cuda.bindings import driver
+
+    attributes = []
+    if overlaps:
+        attributes.append(driver.CUlaunchAttribute())
+        attributes[-1].id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attributes[-1].value.programmaticStreamSerializationAllowed = 1
+    if cluster > 1:
+        attributes.append(driver.CUlaunchAttribute())
+        attributes[-1].id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        size = attributes[-1].value.clusterDim
+        size.x, size.y, size.z = cluster, 1, 1
+    return attributes
 
 
 def build(

@@ -1,0 +1,152 @@
+// What the first block of a cluster does with what all have gathered, and the kernel.
+
+__device__ __forceinline__ u32 collect() {  // the lists of all blocks; the length
+    Memory &m = memory();
+    u32 length = m.told.listed;
+    for (int rank = 1; rank < blocks(); rank++) {
+        const Told &t = told_by(rank);
+        const u32 more = t.listed;
+        for (u32 i = threadIdx.x; i < more; i += THREADS)
+            m.told.scores[length + i] = t.scores[i], m.told.tokens[length + i] = t.tokens[i];
+        length += more;
+    }
+    __syncthreads();
+    return length;
+}
+__device__ __forceinline__ float threshold_of(
+    const Draw &d, bool unit, u32 listed, u64 goal, Range range, u64 above
+) {
+    u32 number;
+    while (range.top(d.peak) != key_of(range.low)) narrow(d, unit, true, listed, goal, range, above, number);
+    return range.low;
+}
+__device__ __forceinline__ u64 above_range(bool unit) {
+    u64 sum = 0;
+    for (int rank = 0; rank < blocks(); rank++) {
+        const Told &t = told_by(rank);
+        if (unit) sum += t.number;
+        for (int w = 0; w < WARPS && !unit; w++) sum += t.kept[w];
+    }
+    return sum;
+}
+__device__ __forceinline__ float chosen(const Draw &d, int k, double top_p, u32 listed, u64 goal, const Range &range) {
+    if (range.known()) return range.low;
+    const bool both = k && range.high > d.peak && top_p < 1.;  // the list holds all that top-k keeps
+    const bool unit = k && (both || !(top_p < 1.));
+    float found = threshold_of(d, unit, listed, goal, range, above_range(unit));
+    if (both) {
+        u64 mass = 0;
+        for (u32 i = threadIdx.x; i < listed; i += THREADS)
+            if (memory().told.scores[i] >= found) mass += mass_of(d, memory().told.scores[i]);
+        mass = of_block(mass, Sum{});
+        const u64 share = (u64)ceil(top_p * (double)mass);
+        found = threshold_of(d, false, listed, share < 1 ? 1 : share < mass ? share : mass, {found, infinite()}, 0);
+    }
+    return fmaxf(found, d.least);
+}
+__device__ __forceinline__ u64 mixed(u64 x) {
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9ull;
+    x = (x ^ x >> 27) * 0x94D049BB133111EBull;
+    return x ^ x >> 31;
+}
+__device__ __forceinline__ double uniform_of(u64 seed, u64 index) {  // engine/draws.py
+    const u64 step = 0x9E3779B97F4A7C15ull;
+    return (double)(mixed(mixed(seed + step) + (index + 1) * step) >> 11) * (1. / 9007199254740992.);
+}
+// The first token by id where the mass of those that are kept exceeds uniform * total: its warp, its thread, itself.
+__device__ __forceinline__ int drawn(const Draw &d, float least, u32 listed, double uniform) {
+    Memory &m = memory();
+    const int t = threadIdx.x, warps = blocks() * WARPS;
+    clear_deep();
+    __syncthreads();
+    for (u32 i = t; i < listed; i += THREADS)
+        if (m.told.scores[i] >= least)
+            add_mass((m.told.tokens[i] + d.r.before) / EACH / d.r.share, mass_of(d, m.told.scores[i]));
+    __syncthreads();
+    u64 own = t < warps ? told_by(t / WARPS).kept[t % WARPS] + mass_at(m.told, t) : 0;
+    const u64 total = of_block(own, Sum{}), aim = (u64)(uniform * (double)total), goal = aim < total ? aim : total - 1;
+    u64 v[1] = {own};
+    sums_before(v);
+    if (v[0] <= goal && goal < v[0] + own) m.first = t, m.before = goal - v[0];
+    __syncthreads();
+    const int begin = m.first * d.r.share, end = min(begin + d.r.share, d.r.groups);
+    const int mine = (end - begin + THREADS - 1) / THREADS, from = begin + t * mine, to = min(from + mine, end);
+    u64 rest = m.before;
+    own = 0;
+    auto visit = [&](auto see) {
+        for (int group = from; group < to; group++) {
+            Raw raw = {};
+            float x[EACH];
+            request(d.r, group, raw);
+            scores_of(d.r, group, raw, x);
+#pragma unroll
+            for (int i = 0; i < EACH; i++) see(group * EACH - d.r.before + i, x[i] >= least ? mass_of(d, x[i]) : 0);
+        }
+    };
+    visit([&](int, u64 mass) { own += mass; });
+    v[0] = own;
+    sums_before(v);
+    if (v[0] <= rest && rest < v[0] + own) {
+        rest -= v[0];
+        bool found = false;
+        visit([&](int token, u64 mass) {
+            if (!found && rest < mass) m.token = token, found = true;
+            rest -= found ? 0 : mass;
+        });
+    }
+    __syncthreads();
+    return m.token;
+}
+__device__ __forceinline__ void finish(const Draw &d, int row, int token) {
+    if (threadIdx.x) return;
+    d.p.ids[row] = token, d.p.peaks[row] = d.peak;
+    if (d.r.counts) const_cast<int *>(d.r.counts)[token] += 2;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) sampling(const __grid_constant__ Params p) {
+    Memory &m = memory();
+    const int row = blockIdx.x / blocks();
+    const bool first = block_rank() == 0;
+    admit_next();
+    await_inputs();
+    Draw d = {p, row_of(p, row), 0.f, 0.f, 0.f, -LARGEST};
+    float bottom;
+    const u64 best = peak_of(d.r, !p.temperature, bottom);
+    const int likeliest = (int)~(u32)best;
+    const double top_p = p.temperature ? p.top_p[row] : 0.;
+    int k = p.temperature ? p.top_k[row] : 1;
+    d.peak = number_of((u32)(best >> 32));
+    d.temperature = p.temperature ? p.temperature[row] : 0.f;
+    if (d.temperature == 0.f || k == 1 || top_p == 0. || !finite(d.peak)) {
+        if (first) finish(d, row, likeliest < p.vocab ? likeliest : 0);
+        if (blocks() > 1) meet_cluster();  // the others' memory is read until here
+        return;
+    }
+    k = k > 0 && k < p.vocab ? k : 0;
+    d.temperature = fminf(fmaxf(d.temperature, 1e-30f), 1e30f);
+    d.cool = LOG2E / d.temperature;
+    if (p.min_p[row] > 0.f) d.least = fmaxf(d.least, d.peak + d.temperature * logf(fmaxf(p.min_p[row], 1e-37f)));
+    Range range = {d.least, d.least};
+    u64 goal = 0;
+    float floor = -LARGEST;
+    if (k) {
+        range = search(d, true, k, floor, bottom, top_p < 1. ? -LARGEST : d.least, goal);
+        if (top_p < 1. && range.high <= d.peak) {  // top-p of a whole row, too
+            if (first) {
+                const float found =
+                    range.known() ? range.low : threshold_of(d, true, collect(), goal, range, above_range(true));
+                if (threadIdx.x == 0) m.told.threshold = found;
+            }
+            meet();
+            floor = told_by(0).threshold;
+        }
+    }
+    if (top_p < 1. && !(k && range.high > d.peak)) range = search(d, false, top_p, floor, bottom, d.least, goal);
+    if (!k && !(top_p < 1.)) gather(d, range);
+    if (first) {
+        const u32 listed = range.known() ? 0 : collect();
+        const float least = chosen(d, k && range.high > d.peak ? k : top_p < 1. ? 0 : k, top_p, listed, goal, range);
+        finish(d, row, drawn(d, least, listed, uniform_of((u64)p.seed[row], (u64)p.index[row])));
+    }
+    if (blocks() > 1) meet_cluster();
+}
