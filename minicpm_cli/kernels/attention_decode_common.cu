@@ -52,6 +52,12 @@ __device__ __forceinline__ void codes(u32 word, float *f) {  // four elements of
         for (int i = 0; i < 4; i++) f[i] = __uint_as_float(__byte_perm(word, 0x4b000000u, 0x7440 + i)) - 8388736.f;
     }
 }
+__device__ __forceinline__ void f16_codes(u32 word, u32 &low, u32 &high) {  // the same in pairs
+    if (KIND == 1) return f16_of_fp8(word, low, high);
+    word ^= 0x80808080u;  // code + 128, as the low byte of 1024 + code + 128
+    low = f16_minus(__byte_perm(word, 0x64646464u, 0x4140), 0x64806480u);
+    high = f16_minus(__byte_perm(word, 0x64646464u, 0x4342), 0x64806480u);
+}
 __device__ __forceinline__ void unpack(uint4 raw, float (&f)[EACH]) {
     const u32 words[4] = {raw.x, raw.y, raw.z, raw.w};
 #pragma unroll

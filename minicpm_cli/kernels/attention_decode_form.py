@@ -75,10 +75,11 @@ class Stream:
     depth: int = 2  # tokens of a group in a stage
     stages: int = 5
     resident: int = 1  # blocks of a processor
+    halves: bool = False  # codes are multiplied as float16
 
     @property
     def options(self) -> tuple[str, ...]:
-        return _options(("SIDES", "DEPTH", "STAGES", "RESIDENT", "CLUSTER"), (*astuple(self)[1:], 1))
+        return _options(("SIDES", "DEPTH", "STAGES", "RESIDENT", "HALVES", "CLUSTER"), (*astuple(self)[1:], 1))
 
     @property
     def compiled(self) -> Stream:

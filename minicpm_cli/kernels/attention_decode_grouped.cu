@@ -36,16 +36,10 @@ __device__ __forceinline__ void pairs(uint4 raw, u32 (&two)[WORDS]) {  // a piec
     const u32 words[4] = {raw.x, raw.y, raw.z, raw.w};
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        if (!KIND) {
+        if (KIND)
+            f16_codes(words[i], two[2 * i % WORDS], two[(2 * i + 1) % WORDS]);
+        else
             two[i] = words[i];
-        } else if (KIND == 1) {
-            f16_of_fp8(words[i], two[2 * i % WORDS], two[(2 * i + 1) % WORDS]);
-        } else {  // code + 128, as the low byte of 1024 + code + 128
-            const u32 word = words[i] ^ 0x80808080u;
-            const u32 low = __byte_perm(word, 0x64646464u, 0x4140), high = __byte_perm(word, 0x64646464u, 0x4342);
-            asm("sub.f16x2 %0, %1, %2;" : "=r"(two[2 * i % WORDS]) : "r"(low), "r"(0x64806480u));
-            asm("sub.f16x2 %0, %1, %2;" : "=r"(two[(2 * i + 1) % WORDS]) : "r"(high), "r"(0x64806480u));
-        }
     }
 }
 

@@ -30,6 +30,21 @@ __device__ __forceinline__ void f16_of_fp8(u32 word, u32 &low, u32 &high) {  // 
         : "=r"(low), "=r"(high)
         : "r"(word));
 }
+__device__ __forceinline__ u32 f16_minus(u32 a, u32 b) {  // of pairs, as the next two
+    u32 d;
+    asm("sub.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+    return d;
+}
+__device__ __forceinline__ u32 f16_times(u32 a, u32 b) {
+    u32 d;
+    asm("mul.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+    return d;
+}
+__device__ __forceinline__ u32 f16_times_plus(u32 a, u32 b, u32 c) {
+    u32 d;
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+    return d;
+}
 __device__ __forceinline__ u32 fp8_pair(float a, float b) {
     u16 two;
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %2, %1;" : "=h"(two) : "f"(a), "f"(b));

@@ -7,7 +7,7 @@
 // their own until the part ends. The block that finishes a row's last part puts the parts together, always in the same
 // order: what a row gives depends on its own length and on `splits` alone.
 //
-// Set by the compiler's options besides: SIDES, DEPTH, STAGES, RESIDENT (blocks of a processor).
+// Set by the compiler's options besides: SIDES, DEPTH, STAGES, RESIDENT (blocks of a processor), HALVES.
 
 enum { LANES = HEADS * WIDE, WORKERS = LANES * SIDES, TOKENS = SIDES * DEPTH, LEADERS = (LANES + 31) / 32 * 32 };
 enum { TOKEN_BYTES = 2 * HEADS * D * BYTES, STAGE = TOKENS * TOKEN_BYTES, SCALES = KIND ? 2 * HEADS * PAGE : 0 };
@@ -16,7 +16,16 @@ enum { AT_SCALES = STAGES * STAGE, AT_SENT = AT_SCALES + STAGES * SCALES * 2, AT
 enum { AT_BARRIERS = AT_HEADS + STAGES * 16, AT_FLAG = AT_BARRIERS + STAGES * 16 };
 enum { LAST = 1, END = 2 };  // of a part, of all
 static_assert(HEADS == KEYS && WIDE == PIECES && WORKERS % 32 == 0 && PAGE % TOKENS == 0 && CLUSTER == 1);
-static_assert(!KIND || (DEPTH % 2 == 0 && PAGE % 8 == 0));
+static_assert(DEPTH % 2 == 0 && (!KIND || PAGE % 8 == 0));
+// Codes are multiplied as float16 where HALVES says so: queries then SMALLER, weights with their scales LARGER, so that
+// products neither overflow nor vanish. Four products of a score and two of a sum are added before they are widened.
+constexpr float SMALLER = HALVES ? 1.f / 64 : 1.f, LARGER = HALVES ? 32.f : 1.f;
+static_assert(!HALVES || KIND);
+struct Query {
+    float wide[HALVES ? 1 : EACH];
+    u32 pairs[HALVES ? EACH / 2 : 1];
+    float by;  // what a sum of products is to be multiplied by
+};
 
 struct Part {
     int row, split, older, first, last, count;  // units of TOKENS tokens; parts of the row that have any
@@ -103,7 +112,7 @@ __device__ __forceinline__ void ask(const Params &p, u8 *shared, int lane) {
 }
 
 // ---- the warps that multiply ----
-__device__ __forceinline__ void begin_part(const Params &p, Place &me, const Part &part, Softmax &s, float (&q)[EACH]) {
+__device__ __forceinline__ void begin_part(const Params &p, Place &me, const Part &part, Softmax &s, Query &q) {
     Head h, k, v;
     Angle angle;
     me.row = part.row;
@@ -116,49 +125,100 @@ __device__ __forceinline__ void begin_part(const Params &p, Place &me, const Par
     load_angle(p, me.row, me.piece, true, angle);
     if (newest) load_newest(p, me, slot, k, v);
     turn(h, angle);
+    q.by = p.scale_log2 / SMALLER;
 #pragma unroll
-    for (int i = 0; i < EACH; i++) q[i] = h.own[i] * p.scale_log2;
+    for (int i = 0; i < EACH; i += 2) {
+        if (HALVES)
+            q.pairs[HALVES ? i / 2 : 0] = f16_pair(h.own[i] * SMALLER, h.own[i + 1] * SMALLER);
+        else
+            q.wide[HALVES ? 0 : i] = h.own[i] * p.scale_log2, q.wide[HALVES ? 0 : i + 1] = h.own[i + 1] * p.scale_log2;
+    }
     if (!newest) return;
+#pragma unroll
+    for (int i = 0; i < EACH; i++) h.own[i] *= p.scale_log2;
     keep_newest(p, me, slot, angle, true, k, v);
-    begin(me, s, q, k.own, v.own);
+#pragma unroll
+    for (int i = 0; i < EACH; i++) v.own[i] *= LARGER;
+    begin(me, s, h.own, k.own, v.own);
 }
 __device__ __forceinline__ float scale_of(const u16 *scales, int token) {  // of DEPTH tokens side by side
     const u32 two = ((const u32 *)scales)[token / 2];
     return f32_of_f16(token % 2 ? two >> 16 : two & 0xffff);
 }
+__device__ __forceinline__ float product(uint4 raw, const Query &q) {
+    if (!HALVES) {
+        float k[EACH], even = 0.f, odd = 0.f;
+        unpack(raw, k);
+#pragma unroll
+        for (int i = 0; i < EACH; i += 2)
+            even += k[i] * q.wide[HALVES ? 0 : i], odd += k[i + 1] * q.wide[HALVES ? 0 : i + 1];
+        return even + odd;
+    }
+    const u32 words[4] = {raw.x, raw.y, raw.z, raw.w};
+    u32 sum[2];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        u32 low, high;
+        f16_codes(words[i], low, high);
+        const u32 a = q.pairs[HALVES ? 2 * i : 0], b = q.pairs[HALVES ? 2 * i + 1 : 0];
+        sum[i / 2] = f16_times_plus(high, b, i % 2 ? f16_times_plus(low, a, sum[i / 2]) : f16_times(low, a));
+    }
+    return f32_of_f16(sum[0] & 0xffff) + f32_of_f16(sum[0] >> 16) + (f32_of_f16(sum[1] & 0xffff) + f32_of_f16(sum[1] >> 16));
+}
+// Adds two tokens' values; `fade` is for what has been added before.
+__device__ __forceinline__ void mix(Softmax &s, uint4 first, uint4 second, float a, float b, float fade) {
+    if (!HALVES) {
+        float v[EACH];
+        unpack(first, v);
+#pragma unroll
+        for (int i = 0; i < EACH; i++) s.mixed[i] = s.mixed[i] * fade + a * v[i];
+        unpack(second, v);
+#pragma unroll
+        for (int i = 0; i < EACH; i++) s.mixed[i] += b * v[i];
+        return;
+    }
+    const u32 one[4] = {first.x, first.y, first.z, first.w}, two[4] = {second.x, second.y, second.z, second.w};
+    const u32 by_one = f16_pair(a * LARGER, a * LARGER), by_two = f16_pair(b * LARGER, b * LARGER);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        u32 x[2], y[2];
+        f16_codes(one[i], x[0], x[1]), f16_codes(two[i], y[0], y[1]);
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+            const u32 sum = f16_times_plus(y[j], by_two, f16_times(x[j], by_one));
+            float &low = s.mixed[(4 * i + 2 * j) % EACH], &high = s.mixed[(4 * i + 2 * j + 1) % EACH];
+            low = low * fade + f32_of_f16(sum & 0xffff), high = high * fade + f32_of_f16(sum >> 16);
+        }
+    }
+}
 template <bool WHOLE>
 __device__ __forceinline__ void take(
-    const Place &me, Softmax &s, const float (&q)[EACH], const u8 *pieces, const u16 *scales, int left
+    const Place &me, Softmax &s, const Query &q, const u8 *pieces, const u16 *scales, int left
 ) {
-    float score[DEPTH], top = s.top;
+    float score[DEPTH], weight[DEPTH], top = s.top;
+    uint4 value[DEPTH];
 #pragma unroll
     for (int d = 0; d < DEPTH; d++) {
-        float k[EACH], even = 0.f, odd = 0.f;
         const bool there = WHOLE || d < left;
-        unpack(there ? *(const uint4 *)(pieces + d * TOKEN_BYTES) : uint4{0, 0, 0, 0}, k);
-#pragma unroll
-        for (int i = 0; i < EACH; i += 2) even += k[i] * q[i], odd += k[i + 1] * q[i + 1];
-        score[d] = across(even + odd);
-        if (KIND) score[d] *= scale_of(scales, d);
+        score[d] = across(product(there ? *(const uint4 *)(pieces + d * TOKEN_BYTES) : uint4{0, 0, 0, 0}, q));
+        if (KIND) score[d] *= HALVES ? scale_of(scales, d) * q.by : scale_of(scales, d);
         if (!there) score[d] = 2.f * LOWEST;
         top = fmaxf(top, score[d]);
     }
     const float fade = power(s.top - top);
     s.top = top, s.total *= fade;
 #pragma unroll
-    for (int i = 0; i < EACH; i++) s.mixed[i] *= fade;
-#pragma unroll
     for (int d = 0; d < DEPTH; d++) {
         const bool there = WHOLE || d < left;
-        float weight = power(score[d] - top), v[EACH];
-        s.total += weight;
-        if (KIND) weight = there ? weight * scale_of(scales + HEADS * PAGE, d) : 0.f;
-        unpack(there ? *(const uint4 *)(pieces + d * TOKEN_BYTES + HEADS * D * BYTES) : uint4{0, 0, 0, 0}, v);
-#pragma unroll
-        for (int i = 0; i < EACH; i++) s.mixed[i] += weight * v[i];
+        weight[d] = power(score[d] - top);
+        s.total += weight[d];
+        if (KIND) weight[d] = there ? weight[d] * scale_of(scales + HEADS * PAGE, d) : 0.f;
+        value[d] = there ? *(const uint4 *)(pieces + d * TOKEN_BYTES + HEADS * D * BYTES) : uint4{0, 0, 0, 0};
     }
+#pragma unroll
+    for (int d = 0; d < DEPTH; d += 2) mix(s, value[d], value[d + 1], weight[d], weight[d + 1], d == 0 ? fade : 1.f);
 }
-__device__ __forceinline__ void take_part(const Place &me, Softmax &s, const float (&q)[EACH], Ring &ring, int within) {
+__device__ __forceinline__ void take_part(const Place &me, Softmax &s, const Query &q, Ring &ring, int within) {
     const int offset = me.side * DEPTH;
     for (bool last = false; !last; ring.next()) {
         await_phase(ring.full(), ring.round & 1);
@@ -173,6 +233,8 @@ __device__ __forceinline__ void take_part(const Place &me, Softmax &s, const flo
         if (me.lane == 0) arrive(ring.empty());
         last = stage.what & LAST;
     }
+#pragma unroll
+    for (int i = 0; i < EACH; i++) s.mixed[i] *= 1.f / LARGER;
 }
 __device__ __forceinline__ void add(Softmax &s, float top, float total, const float (&mixed)[EACH]) {
     const float most = fmaxf(s.top, top), mine = power(s.top - most), other = power(top - most);
@@ -265,7 +327,7 @@ __device__ __forceinline__ void work(const Params &p, u8 *shared) {
         if (ring.stage().what & END) return;
         const Part part(p, ring.stage().item);
         Softmax s;
-        float q[EACH];
+        Query q;
         begin_part(p, me, part, s, q);
         take_part(me, s, q, ring, within);
         end_part(p, me, part, s, shared, within);

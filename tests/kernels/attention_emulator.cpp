@@ -116,6 +116,12 @@ static void f16_of_fp8(u32 word, u32 &low, u32 &high) {
     low = f16_pair(of_fp8(word & 0xff), of_fp8(word >> 8 & 0xff));
     high = f16_pair(of_fp8(word >> 16 & 0xff), of_fp8(word >> 24));
 }
+static u32 f16_times_plus(u32 a, u32 b, u32 c) {
+    return f16_pair(f32_of_f16(a) * f32_of_f16(b) + f32_of_f16(c),
+                    f32_of_f16(a >> 16) * f32_of_f16(b >> 16) + f32_of_f16(c >> 16));
+}
+static u32 f16_times(u32 a, u32 b) { return f16_times_plus(a, b, 0); }
+static u32 f16_minus(u32 a, u32 b) { return f16_times_plus(b, 0xbc00bc00u, a); }
 static float power(float x) { return std::exp2(x); }
 
 static u32 shared_address(const void *p) { return (const u8 *)p - shared; }

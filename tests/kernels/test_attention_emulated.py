@@ -138,7 +138,8 @@ def test_warps_of_heads(emulated: Emulator, cached: torch.dtype, cut: Cut, turn:
         (BF16, Stream(3, sides=2, stages=3), False),
         (F16, Stream(2, sides=1, depth=4, stages=2), True),
         (FP8, Stream(3, sides=4), True),
-        (INT8, Stream(4, sides=2, depth=4, stages=2), False),
+        (FP8, Stream(2, sides=4, halves=True), True),
+        (INT8, Stream(4, sides=2, depth=4, stages=2, halves=True), False),
     ],
 )
 @pytest.mark.parametrize("processors", [1, 4])
