@@ -13,13 +13,6 @@ __device__ __forceinline__ u32 collect() {  // the lists of all blocks; the leng
     __syncthreads();
     return length;
 }
-__device__ __forceinline__ float threshold_of(
-    const Draw &d, bool unit, u32 listed, u64 goal, Range range, u64 above
-) {
-    u32 number;
-    while (range.top(d.peak) != key_of(range.low)) narrow(d, unit, true, listed, goal, range, above, number);
-    return range.low;
-}
 __device__ __forceinline__ u64 above_range(bool unit) {
     u64 sum = 0;
     for (int rank = 0; rank < blocks(); rank++) {
@@ -29,20 +22,24 @@ __device__ __forceinline__ u64 above_range(bool unit) {
     }
     return sum;
 }
-__device__ __forceinline__ float chosen(const Draw &d, int k, double top_p, u32 listed, u64 goal, const Range &range) {
-    if (range.known()) return range.low;
-    const bool both = k && range.high > d.peak && top_p < 1.;  // the list holds all that top-k keeps
-    const bool unit = k && (both || !(top_p < 1.));
-    float found = threshold_of(d, unit, listed, goal, range, above_range(unit));
-    if (both) {
+// The threshold among the listed scores; with `share` below 1 top-p chooses from what top-k keeps.
+__device__ __forceinline__ float threshold(
+    const Draw &d, bool unit, double share, u32 listed, u64 goal, Range range
+) {
+    Memory &m = memory();
+    u64 above = above_range(unit);
+    for (;;) {
+        u32 number;
+        while (range.top(d.peak) != key_of(range.low)) narrow(d, unit, true, listed, goal, range, above, number);
+        if (!unit || !(share < 1.)) return range.low;
         u64 mass = 0;
         for (u32 i = threadIdx.x; i < listed; i += THREADS)
-            if (memory().told.scores[i] >= found) mass += mass_of(d, memory().told.scores[i]);
+            if (m.told.scores[i] >= range.low) mass += mass_of(d, m.told.scores[i]);
         mass = of_block(mass, Sum{});
-        const u64 share = (u64)ceil(top_p * (double)mass);
-        found = threshold_of(d, false, listed, share < 1 ? 1 : share < mass ? share : mass, {found, infinite()}, 0);
+        goal = (u64)ceil(share * (double)mass);
+        goal = goal < 1 ? 1 : goal < mass ? goal : mass;
+        range.high = infinite(), above = 0, unit = false;
     }
-    return fmaxf(found, d.least);
 }
 __device__ __forceinline__ u64 mixed(u64 x) {
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9ull;
@@ -126,27 +123,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) sampling(c
     d.temperature = fminf(fmaxf(d.temperature, 1e-30f), 1e30f);
     d.cool = LOG2E / d.temperature;
     if (p.min_p[row] > 0.f) d.least = fmaxf(d.least, d.peak + d.temperature * logf(fmaxf(p.min_p[row], 1e-37f)));
-    Range range = {d.least, d.least};
-    u64 goal = 0;
-    float floor = -LARGEST;
-    if (k) {
-        range = search(d, true, k, floor, bottom, top_p < 1. ? -LARGEST : d.least, goal);
-        if (top_p < 1. && range.high <= d.peak) {  // top-p of a whole row, too
-            if (first) {
-                const float found =
-                    range.known() ? range.low : threshold_of(d, true, collect(), goal, range, above_range(true));
-                if (threadIdx.x == 0) m.told.threshold = found;
-            }
-            meet();
-            floor = told_by(0).threshold;
+    Aim aim = {k || top_p < 1., k > 0, k ? (double)k : top_p, -LARGEST, k && top_p < 1. ? -LARGEST : d.least};
+    for (;;) {
+        u64 goal = 0;
+        const Range range = search(d, aim, bottom, goal);
+        const bool all = aim.unit && range.high > d.peak;  // that top-k keeps are listed
+        const bool more = aim.unit && top_p < 1. && !all;
+        if (first) {
+            const u32 listed = range.known() ? 0 : collect();
+            float found = range.low;
+            if (!range.known()) found = threshold(d, aim.unit, all ? top_p : 1., listed, goal, range);
+            if (!more) {
+                found = fmaxf(found, d.least);
+                finish(d, row, drawn(d, found, listed, uniform_of((u64)p.seed[row], (u64)p.index[row])));
+            } else if (threadIdx.x == 0)
+                m.told.threshold = found;
         }
+        if (blocks() > 1 || more) meet();
+        if (!more) return;
+        aim = {true, false, top_p, told_by(0).threshold, d.least};
     }
-    if (top_p < 1. && !(k && range.high > d.peak)) range = search(d, false, top_p, floor, bottom, d.least, goal);
-    if (!k && !(top_p < 1.)) gather(d, range);
-    if (first) {
-        const u32 listed = range.known() ? 0 : collect();
-        const float least = chosen(d, k && range.high > d.peak ? k : top_p < 1. ? 0 : k, top_p, listed, goal, range);
-        finish(d, row, drawn(d, least, listed, uniform_of((u64)p.seed[row], (u64)p.index[row])));
-    }
-    if (blocks() > 1) meet_cluster();
 }

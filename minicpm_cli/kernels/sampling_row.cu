@@ -197,16 +197,22 @@ __device__ __forceinline__ void request(const Row &r, int group, Raw &raw) {
     raw.low = at[0];
     if (r.kind == 0 && group * EACH + EACH / 2 < r.before + r.vocab) raw.high = at[1];
 }
-// Each score is what float32 arithmetic makes of the logit; nothing is stored, so the logits stay the model's.
-__device__ __forceinline__ float changed(const Row &r, int token, float x) {
-    if (r.counts) {
-        const int count = r.counts[token], answered = count >> 1;
-        if (count) x = x > 0.f ? __fdiv_rn(x, r.repetition) : __fmul_rn(x, r.repetition);
-        x = __fsub_rn(x, __fmul_rn((float)answered, r.frequency));
-        if (answered) x = __fsub_rn(x, r.presence);
+// Each score is what float32 arithmetic makes of the logit; nothing is stored, so the logits stay the model's. Not
+// inlined: it would be a third of the code.
+__device__ __noinline__ void change(Row r, int first, float *scores) {
+    for (int i = 0; i < EACH; i++) {
+        const int token = first + i;
+        float x = scores[i];
+        if (token < 0 || token >= r.vocab) continue;
+        if (r.counts) {
+            const int count = r.counts[token], answered = count >> 1;
+            if (count) x = x > 0.f ? __fdiv_rn(x, r.repetition) : __fmul_rn(x, r.repetition);
+            x = __fsub_rn(x, __fmul_rn((float)answered, r.frequency));
+            if (answered) x = __fsub_rn(x, r.presence);
+        }
+        if (r.allowed && !(r.allowed[token >> 5] >> (token & 31) & 1)) x = lowest();
+        scores[i] = x;
     }
-    if (r.allowed && !(r.allowed[token >> 5] >> (token & 31) & 1)) x = lowest();
-    return x;
 }
 __device__ __forceinline__ void scores_of(const Row &r, int group, const Raw &raw, float (&x)[EACH]) {
     const u32 words[EACH] = {raw.low.x, raw.low.y, raw.low.z, raw.low.w, raw.high.x, raw.high.y, raw.high.z, raw.high.w};
@@ -221,12 +227,18 @@ __device__ __forceinline__ void scores_of(const Row &r, int group, const Raw &ra
             x[i] = of_half(i % 2 ? word >> 16 : word & 0xffff);
     }
     const int first = group * EACH - r.before;
-    if (r.counts || r.allowed || first < 0 || first + EACH > r.vocab)
+    if (r.counts || r.allowed) {
+        float scores[EACH];
 #pragma unroll
-        for (int i = 0; i < EACH; i++) {
-            const int token = first + i;
-            x[i] = token < 0 || token >= r.vocab ? lowest() : changed(r, token, x[i]);
-        }
+        for (int i = 0; i < EACH; i++) scores[i] = x[i];
+        change(r, first, scores);
+#pragma unroll
+        for (int i = 0; i < EACH; i++) x[i] = scores[i];
+    }
+    if (first < 0 || first + EACH > r.vocab)
+#pragma unroll
+        for (int i = 0; i < EACH; i++)
+            if (first + i < 0 || first + i >= r.vocab) x[i] = lowest();
 }
 // Shows `visit` the groups of this thread: those of its warp lie together. `back`: the last ones first, which the pass
 // before has left in the cache.

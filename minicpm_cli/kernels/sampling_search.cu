@@ -208,37 +208,49 @@ __device__ __forceinline__ u32 gather(const Draw &d, const Range &range) {
     return listed;
 }
 
-// The range of the threshold among the scores from `floor` on; its scores are listed. `share`: of their mass, or with
-// `unit` a number of them. The goal for `threshold_of` in `goal`.
-__device__ __forceinline__ Range search(
-    const Draw &d, bool unit, double share, float floor, float bottom, float least, u64 &goal
-) {
+// What a stage of a draw looks for: the scores from `floor` on that make up a share of their mass, or with `unit` a
+// number of them. Neither: all of them. Nothing below `least` is asked for.
+struct Aim {
+    bool search, unit;
+    double share;
+    float floor, least;
+};
+
+// The steps that the threshold can be in; `number` of scores there, 0 where it is not known. The goal in `goal`.
+__device__ __forceinline__ Range coarse(const Draw &d, const Aim &aim, float bottom, u64 &goal, u32 &number) {
     Memory &m = memory();
-    float span = (d.peak - fmaxf(bottom, floor)) * 1.0001f;
+    float span = (d.peak - fmaxf(bottom, aim.floor)) * 1.0001f;
     // Below this distance lies less than 1 - top_p of the mass, whatever the scores are.
-    if (!unit) span = fminf(span, d.temperature * logf(d.r.vocab / (float)(1. - share)) * 1.001f);
+    if (!aim.unit) span = fminf(span, d.temperature * logf(d.r.vocab / (float)(1. - aim.share)) * 1.001f);
     span = fminf(fmaxf(span, 1e-30f), 1e38f);
     const Steps s = {BINS / span, d.cool * (span / BINS)};
-    const u64 whole = count_steps(d, unit, floor, s.scale);
-    goal = unit ? (u64)share : (u64)ceil(share * (double)whole);
+    const u64 whole = count_steps(d, aim.unit, aim.floor, s.scale);
+    goal = aim.unit ? (u64)aim.share : (u64)ceil(aim.share * (double)whole);
     goal = goal < 1 ? 1 : goal < whole ? goal : whole;
-    locate(s, unit, goal);
+    locate(s, aim.unit, goal);
     const float slack = fabsf(d.peak) * 2.4e-7f;
-    Range range = {floor, infinite()};
+    Range range = {aim.floor, infinite()};
     if (m.first) range.high = d.peak - (m.first - .01f) / s.scale + slack;
-    if (m.last < BINS) range.low = fmaxf(floor, d.peak - (m.last + 1.01f) / s.scale - slack);
-    if (unit && m.last < BINS && m.number <= LIST) range.high = infinite();  // top-p may choose from the list then
-    u32 number = m.last < BINS ? m.number - (u32)(range.high > d.peak ? 0 : m.before) : 0;
+    if (m.last < BINS) range.low = fmaxf(aim.floor, d.peak - (m.last + 1.01f) / s.scale - slack);
+    if (aim.unit && m.last < BINS && m.number <= LIST) range.high = infinite();  // top-p may choose from the list then
+    number = m.last < BINS ? m.number - (u32)(range.high > d.peak ? 0 : m.before) : 0;
+    return range;
+}
+// The range of the threshold, whose scores are listed.
+__device__ __forceinline__ Range search(const Draw &d, const Aim &aim, float bottom, u64 &goal) {
+    Range range = {aim.least, aim.least};
+    u32 number = 0;
+    if (aim.search) range = coarse(d, aim, bottom, goal, number);
     for (;;) {
-        if (least >= range.high)
-            range.low = range.high = least;
+        if (aim.least >= range.high)
+            range.low = range.high = aim.least;
         else if (range.top(d.peak) == key_of(range.low))  // one key
-            range.high = range.low = fmaxf(range.low, least);
+            range.high = range.low = fmaxf(range.low, aim.least);
         if (number <= LIST || range.known()) {
             const u32 listed = gather(d, range);
             if (listed <= LIST || range.known()) return range;
         }
         u64 above = 0;
-        narrow(d, unit, false, 0, goal, range, above, number);
+        narrow(d, aim.unit, false, 0, goal, range, above, number);
     }
 }
