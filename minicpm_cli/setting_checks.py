@@ -19,6 +19,7 @@ from minicpm_cli.types import check_sampling
 DEVICE_PATTERN = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
 PROFILE_PATTERN = re.compile(r"[\w-]{1,100}")
 SERVER_PATTERN = re.compile(r"(https?://)?[\w.\-\[\]:%]+(:\d{1,5})?(/\S*)?")
+REPO_PATTERN = re.compile(r"\w[\w.-]*/[\w.-]+(@\w[\w./-]*)?")
 TEMPLATES = ("auto", "chatml", "minicpm")
 _LARGEST = 2**31 - 1
 _WORDS: Mapping[str, bool] = MappingProxyType(
@@ -106,13 +107,16 @@ def template(value: Any) -> str:
     return str(path)
 
 
-def directory(value: Any) -> str | None:
+def adapter(value: Any) -> str | None:
+    """A folder, or the id of a repository as it is."""
     if value == "none":
         return None
     path = path_of(text(value))
-    if not path.is_dir():
-        raise ValueError("a directory that exists or none")
-    return str(path)
+    if path.is_dir():
+        return str(path)
+    if path.exists() or not REPO_PATTERN.fullmatch(str(value)):
+        raise ValueError("a directory that exists, a hub repo id (owner/name), or none")
+    return str(value)
 
 
 def path(value: Any) -> Path:

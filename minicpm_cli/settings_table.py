@@ -110,7 +110,7 @@ def _entries() -> Iterator[Entry]:
     yield _choice("kv_dtype", "auto", "fp8", "int8")
     yield _load("graphs", checks.switch, switch)
     yield _load("chat_template", checks.template, checks.TEMPLATES)
-    yield _load("lora", checks.directory)
+    yield _load("lora", checks.adapter)
     yield _load("max_batch_tokens", whole)
     yield _load("lookup", checks.whole(0, 32))
     yield _load("server", checks.server)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from minicpm_cli.chat.terminal import Terminal
@@ -62,6 +63,18 @@ def open_prompts(settings: Settings, terminal: Terminal) -> Prompts:
     from minicpm_cli.llm.prompter import Prompter
 
     return Prompter.open(settings.options, files)
+
+
+def with_adapter_here(settings: Settings, terminal: Terminal) -> Settings:
+    """With the folder of an adapter that was named by its repository, fetched where it is missing."""
+    lora = settings.options.lora
+    if lora is None or settings.options.server is not None or Path(lora).is_dir():
+        return settings
+    from minicpm_cli.hub import adapter
+
+    with ProgressLine(terminal) as progress:
+        folder = adapter(lora, progress)
+    return replace(settings, options=replace(settings.options, lora=str(folder)))
 
 
 def _served(settings: Settings, url: str) -> LanguageModel:

@@ -60,7 +60,7 @@ ADAPTER = (
     _option(
         "lora",
         str,
-        "LoRA adapter (PEFT's folder): merged into plain weights, beside quantized ones.",
+        "LoRA adapter (PEFT's folder or a hub repo id): merged into plain weights, beside quantized ones.",
         "--lora",
         metavar="DIR",
     ),

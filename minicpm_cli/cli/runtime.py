@@ -54,7 +54,7 @@ class Invocation:
         check_grammar(settings)
         for note in (*settings.notes, *([ACCEPTED] if habit else ())):
             self.terminal.note(note)
-        return settings
+        return opening.with_adapter_here(settings, self.terminal) if "lora" in given else settings
 
     @contextmanager
     def model(self, settings: Settings) -> Iterator[LanguageModel]:

@@ -18,7 +18,18 @@ from minicpm_cli.hub.files import ModelFiles, Progress, check_path, sha256
 from minicpm_cli.hub.identity import identity
 from minicpm_cli.settings import Settings
 
-__all__ = ["CATALOG", "CatalogEntry", "Listed", "ModelFiles", "headers", "identify", "list_models", "pull", "resolve"]
+__all__ = [
+    "CATALOG",
+    "CatalogEntry",
+    "Listed",
+    "ModelFiles",
+    "adapter",
+    "headers",
+    "identify",
+    "list_models",
+    "pull",
+    "resolve",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +62,17 @@ def pull(name: str, settings: Settings, progress: Progress | None = None) -> Mod
     elif files.revision is not None:
         _verify_blobs(files.path, report)
     return files
+
+
+def adapter(name: str, progress: Progress | None = None) -> Path:
+    """The folder of a LoRA adapter, by its path or its repository id; fetches what is not here. Raises as `resolve`."""
+    path = path_of(name)
+    named = None if path.is_dir() else RepoName.parse(name)
+    if named is None or named.file is not None:
+        return path
+    from minicpm_cli.hub import repo
+
+    return repo.fetch(replace(named, adapter=True), progress or _silent).path
 
 
 @contextmanager

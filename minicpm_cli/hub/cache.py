@@ -38,6 +38,9 @@ def absent(name: RepoName, folder: Path) -> list[str]:
     listing = _listing(folder)
     if name.file is not None:
         return [] if _whole(folder / name.file, listing.get(name.file)) else [name.file]
+    if name.adapter:
+        there = listing or {path.name: 0 for path in folder.iterdir()}
+        return [n for n in name.wanted(there) if not _whole(folder / n, listing.get(n))]
     known = [n for n in name.wanted(listing) if not _whole(folder / n, listing[n])] if listing else []
     return known + [n for n in missing_files(folder) if not set(known) & set(n.split())]  # "a or b" may be one of them
 

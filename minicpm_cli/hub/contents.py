@@ -22,17 +22,22 @@ _CONFIGS = (
 )
 _SAFETENSORS = ("*.safetensors", "*.safetensors.index.json")
 _BIN = ("pytorch_model*.bin", "pytorch_model*.bin.index.json")
+_ADAPTER, _ADAPTER_WEIGHTS = "adapter_config.json", ("adapter_model.safetensors", "adapter_model.bin")
 _NOT_THE_MODEL = ("*.py", "adapter_*", "consolidated*")  # code, LoRA adapters, a second copy in another layout
 
 
 @dataclass(frozen=True, slots=True)
 class RepoName:
-    """`file` is a .gguf file of the repository, `revision` a branch, a tag or a commit; mostly both are None."""
+    """`file` is a .gguf file of the repository, `revision` a branch, a tag or a commit; mostly both are None.
+
+    `adapter`: it is to be a LoRA adapter, not a model.
+    """
 
     text: str
     repo: str
     file: str | None = None
     revision: str | None = None
+    adapter: bool = False
 
     @classmethod
     def parse(cls, text: str) -> RepoName | None:
@@ -45,6 +50,8 @@ class RepoName:
     def wanted(self, names: Iterable[str]) -> list[str]:
         """Of the repository's files `names`, those to have. Raises ModelNotFound where they make no model."""
         names = list(names)
+        if self.adapter:
+            return adapter_files(self.repo, names)
         if self.file is None:
             return wanted_files(self.repo, names)
         if self.file not in names:
@@ -65,12 +72,22 @@ def wanted_files(repo: str, names: list[str]) -> list[str]:
     return [n for n in top if _matches(n, _CONFIGS)] + weights
 
 
+def adapter_files(repo: str, names: Iterable[str]) -> list[str]:
+    """What a LoRA adapter needs of a repository. Raises ModelNotFound."""
+    there = set(names)
+    weights = next((name for name in _ADAPTER_WEIGHTS if name in there), None)
+    if _ADAPTER not in there or weights is None:
+        wanted = f"{_ADAPTER} and {' or '.join(_ADAPTER_WEIGHTS)}"
+        raise ModelNotFound(f"{repo} is no LoRA adapter: it does not hold {wanted} at its top")
+    return [_ADAPTER, weights]
+
+
 def _no_weights(repo: str, names: list[str]) -> str:
     ggufs = _ggufs(names)
     if ggufs:
         return f"{repo} holds GGUF files: name one, such as -m {repo}/{ggufs[0]}. All: {', '.join(ggufs)}"
-    if "adapter_config.json" in names:
-        return f"{repo} is a LoRA adapter, not a model: download it, and give its folder with --lora"
+    if _ADAPTER in names:
+        return f"{repo} is a LoRA adapter, not a model: give its model with -m, and --lora {repo}"
     return f"{repo} holds no weights (no .safetensors, pytorch_model*.bin or .gguf file)"
 
 

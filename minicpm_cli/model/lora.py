@@ -10,16 +10,19 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from minicpm_cli.errors import WeightsError
+from minicpm_cli.errors import UnsupportedModel, WeightsError
 from minicpm_cli.model.config import ModelConfig
 from minicpm_cli.model.ledger import shortened
-from minicpm_cli.model.lora_config import LoraConfig
+from minicpm_cli.model.lora_config import CONFIG, WAY_OUT, LoraConfig
 from minicpm_cli.model.lora_files import TensorHeader, identity, stored_tensors, weights_file
 from minicpm_cli.model.shapes import EMBED, HEAD, Shape, is_absorbed, tensor_shapes
 
 DIGEST = 8  # hex digits that tell one adapter from another, for people
+MAGNITUDE = "magnitude"
 _ROOT = "base_model.model."
-_FACTOR = re.compile(r"^(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<factor>[AB])(?:\.weight)?$")
+_FACTOR = re.compile(
+    r"^(?P<module>.+)\.lora_(?:(?:embedding_)?(?P<factor>[AB])|(?P<magnitude>magnitude)_vector)(?:\.weight)?$"
+)
 _OTHER = (
     "The adapter was trained on another model, or its files are of two adapters. Give the model that it was trained on "
     "with -m, or another --lora."
@@ -31,6 +34,8 @@ class Pair:
     """W + scale * B A, for W [N, K], A [rank, K] and B [N, rank] in the file's tensors `a` and `b`.
 
     `transposed`: of an embedding, whose table is [V, H], A is [rank, V] and B [H, rank]: W + scale * (B A)^T.
+    `magnitude`: the tensor m [N] of DoRA (Liu et al. 2024, section 4.1), whose rows are those of the sum V at length m:
+    m * V / |V|.
     """
 
     a: str
@@ -38,6 +43,7 @@ class Pair:
     rank: int
     scale: float
     transposed: bool = False
+    magnitude: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +75,7 @@ class Adapter:
         """For people: "lora r8 3f2a91bc"."""
         ranks = sorted({pair.rank for pair in self.pairs.values()})
         middle = f"r{'/'.join(map(str, ranks))} " if ranks else ""
-        return f"lora {middle}{self.digest[:DIGEST]}"
+        return f"{'dora' if self.config.dora else 'lora'} {middle}{self.digest[:DIGEST]}"
 
     def adapted(self, cfg: ModelConfig) -> ModelConfig:
         """The model with it: where it changes only one of a tied embedding and head, or each in its own way, they are
@@ -77,13 +83,22 @@ class Adapter:
         return replace(cfg, tie=False) if self.unties else cfg
 
     def beside_bytes(self, packed: Callable[[str], bool], itemsize: int) -> int:
-        """What its factors take in memory, where `packed(name)` tells the matrices that they cannot be merged into."""
-        sizes = (
-            pair.rank * sum(self.shapes[name])
-            for name, pair in self.pairs.items()
-            if stays_beside(name) and packed(name)
-        )
-        return itemsize * sum(sizes)
+        """What its factors take in memory, where `packed(name)` tells the matrices that they cannot be merged into.
+
+        Raises UnsupportedModel for DoRA there.
+        """
+        beside = [name for name in self.pairs if stays_beside(name) and packed(name)]
+        for name in beside:
+            self.check_beside(name)
+        return itemsize * sum(self.pairs[name].rank * sum(self.shapes[name]) for name in beside)
+
+    def check_beside(self, name: str) -> None:
+        """Raises UnsupportedModel where the factors of a packed matrix cannot stay beside it."""
+        if self.pairs[name].magnitude is not None:
+            raise UnsupportedModel(
+                f"{self.file}: DoRA rescales the rows of the weights that it is added to, and those of {name} are "
+                "quantized. Give the unquantized model with -m; --quantize then quantizes what is merged."
+            )
 
     @property
     def unpacked(self) -> frozenset[str]:
@@ -136,7 +151,7 @@ class _Check:
             match = _FACTOR.match(inner)
             whole = inner.replace(".base_layer.", ".")
             if match and f"{match['module']}.weight" in self.shapes:
-                factors.setdefault(f"{match['module']}.weight", {})[match["factor"]] = name
+                factors.setdefault(f"{match['module']}.weight", {})[match["factor"] or match["magnitude"]] = name
             elif name.startswith(_ROOT) and whole in self.shapes:
                 replaced[whole] = name
             else:
@@ -149,16 +164,23 @@ class _Check:
         return {name: self._pair(name, parts) for name, parts in factors.items()}, replaced
 
     def _pair(self, name: str, parts: Mapping[str, str]) -> Pair:
-        missing = [factor for factor in "AB" if factor not in parts]
+        wanted = ("A", "B", MAGNITUDE) if self.config.dora else ("A", "B")
+        missing = [factor for factor in wanted if factor not in parts]
         if missing:
             raise WeightsError(f"{self.file}: {name} has no factor {missing[0]}; fetch the adapter again")
         module, (rows, columns) = name.removesuffix(".weight"), self.shapes[name]
         rank, transposed = self.config.rank_of(module), "lora_embedding_A" in parts["A"]
+        if transposed and self.config.dora:
+            raise UnsupportedModel(f"{self.file}: DoRA of an embedding is not supported. {WAY_OUT}")
+        if not self.config.dora and MAGNITUDE in parts:
+            raise WeightsError(f"{self.file}: {name} has a magnitude, but {CONFIG} does not say use_dora. {_OTHER}")
         if transposed:
             rows, columns = columns, rows
         self._check_shape(parts["A"], (rank, columns))
         self._check_shape(parts["B"], (rows, rank))
-        return Pair(parts["A"], parts["B"], rank, self.config.scale_of(module), transposed)
+        if magnitude := parts.get(MAGNITUDE):
+            self._check_shape(magnitude, (rows,))
+        return Pair(parts["A"], parts["B"], rank, self.config.scale_of(module), transposed, magnitude)
 
     def _check_shape(self, name: str, expected: Shape) -> None:
         found = self.stored[name].shape

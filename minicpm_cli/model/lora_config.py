@@ -23,7 +23,7 @@ _READ = frozenset(
     {
         "alpha_pattern", "base_model_name_or_path", "bias", "exclude_modules", "init_lora_weights", "layers_pattern",
         "layers_to_transform", "lora_alpha", "modules_to_save", "peft_type", "r", "rank_pattern", "target_modules",
-        "use_rslora",
+        "use_dora", "use_rslora",
     }
 )  # fmt: skip
 # Training's own, or how training began. `fan_in_fan_out` speaks of the layer's weights, which are torch.nn.Linear's
@@ -39,7 +39,6 @@ _NEUTRAL = frozenset(
 _REBASED = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _KNOWN_REFUSALS: Mapping[str, str] = MappingProxyType(
     {
-        "use_dora": "DoRA (use_dora), which rescales the rows of the merged weights,",
         "use_qalora": "QA-LoRA (use_qalora), whose A reads groups of inputs,",
         "alora_invocation_tokens": "an adapter that begins at its invocation tokens (alora_invocation_tokens)",
         "layer_replication": "a model with layers repeated (layer_replication)",
@@ -48,7 +47,7 @@ _KNOWN_REFUSALS: Mapping[str, str] = MappingProxyType(
         "trainable_token_indices": "single trained tokens (trainable_token_indices)",
     }
 )
-_WAY_OUT = "Merge it with PEFT (merge_and_unload) and give the merged folder with -m."
+WAY_OUT = "Merge it with PEFT (merge_and_unload) and give the merged folder with -m."
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +58,7 @@ class LoraConfig:
     rank: int
     alpha: float
     rslora: bool = False
+    dora: bool = False
     rank_pattern: Mapping[str, int] = field(default_factory=dict)
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
     target_modules: str | tuple[str, ...] | None = None
@@ -83,6 +83,7 @@ class LoraConfig:
             rank=entry.whole("r", 8),
             alpha=entry.number("lora_alpha", 8),
             rslora=entry.yes("use_rslora"),
+            dora=entry.yes("use_dora"),
             rank_pattern=entry.pattern("rank_pattern", entry.whole_value),
             alpha_pattern=entry.pattern("alpha_pattern", entry.number_value),
             target_modules=entry.names("target_modules"),
@@ -198,9 +199,9 @@ def _refuse(file: Path, raw: Mapping[str, Any]) -> None:
     kind = str(raw.get("peft_type") or "").upper()
     if kind != "LORA":
         what = f"peft_type {raw['peft_type']!r}" if kind else "an adapter without peft_type"
-        raise UnsupportedModel(f"{file}: {what} is not supported; LORA is. {_WAY_OUT}")
+        raise UnsupportedModel(f"{file}: {what} is not supported; LORA is. {WAY_OUT}")
     if raw.get("bias") not in (None, "none"):
-        raise UnsupportedModel(f"{file}: trained biases (bias {raw['bias']!r}) are not supported. {_WAY_OUT}")
+        raise UnsupportedModel(f"{file}: trained biases (bias {raw['bias']!r}) are not supported. {WAY_OUT}")
     start = str(raw.get("init_lora_weights", "")).lower()
     if start.startswith(_REBASED):
         raise UnsupportedModel(
@@ -210,7 +211,7 @@ def _refuse(file: Path, raw: Mapping[str, Any]) -> None:
     for key in sorted(set(raw) - _READ - _NEUTRAL - {"ensure_weight_tying"}):
         if raw[key]:
             what = _KNOWN_REFUSALS.get(key, f"{key} ({raw[key]!r:.60}), which may change the result,")
-            raise UnsupportedModel(f"{file}: {what} is not supported. {_WAY_OUT}")
+            raise UnsupportedModel(f"{file}: {what} is not supported. {WAY_OUT}")
 
 
 def _named(names: str | Iterable[str] | None, module: str) -> bool:

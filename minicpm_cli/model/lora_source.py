@@ -58,10 +58,14 @@ class LoraSource:
         factors = self._factors(pair)
         if not isinstance(stored, Tensor):
             if stays_beside(name) and not self.unpack:
+                self.adapter.check_beside(name)
                 self.beside[name] = factors
                 return stored
             stored = stored.dequantize()
-        return merged(stored, factors).to(self.dtype)
+        whole = merged(stored, factors)
+        if pair.magnitude is not None:
+            rescale(whole, self._tensors[pair.magnitude].float())
+        return whole.to(self.dtype)
 
     def ignore(self, name: str) -> None:
         if name in self.inner:
@@ -96,3 +100,9 @@ def merged(weight: Tensor, factors: Factors) -> Tensor:  # [N, K] float32
     """W + B A, where W is; W itself stays as it is."""
     a, b = factors.a.to(weight.device), factors.b.to(weight.device)
     return weight.to(torch.float32, copy=True).addmm_(b, a)
+
+
+def rescale(weight: Tensor, magnitude: Tensor) -> None:  # [N, K], [N] float32
+    """Gives each row its length (DoRA); one of zeros has none."""
+    lengths = torch.linalg.vector_norm(weight, dim=1).clamp_min_(torch.finfo(torch.float32).tiny)
+    weight.mul_((magnitude.to(weight.device) / lengths).unsqueeze(1))

@@ -12,12 +12,16 @@ import torch
 import transformers
 from torch import Tensor
 
+from adapters import set_keys
 from checkpoint_quantized import RECIPES, write_quantized
 from checkpoints import write_checkpoint, write_weights
+from minicpm_cli.errors import UnsupportedModel, WeightsError
+from minicpm_cli.llm.checkpoint import Checkpoint
 from minicpm_cli.model.config import ModelConfig
 from minicpm_cli.model.load_scheme import LoadScheme
 from minicpm_cli.model.loader import load_model
 from minicpm_cli.model.lora import Adapter
+from minicpm_cli.model.lora_source import rescale
 from minicpm_cli.model.source import open_source
 from quant.rtn import rtn
 from steps import all_logits, relative_error
@@ -37,6 +41,8 @@ CASES: dict[str, dict[str, Any]] = {
         "rank_pattern": {"q_proj": 2, r"layers\.1\.mlp\.up_proj": 12, "^model.layers.0.self_attn.o_proj": 5},
         "alpha_pattern": {"v_proj": 32, "down_proj": 3},
     },
+    "dora": {"target_modules": ALL, "r": 4, "lora_alpha": 8, "use_dora": True},
+    "dora and rslora of the head": {"target_modules": ["lm_head", "v_proj"], "use_dora": True, "use_rslora": True},
     "layers": {"target_modules": ATTENTION, "layers_to_transform": [1], "layers_pattern": "layers"},
     "one layer": {"target_modules": ["o_proj"], "layers_to_transform": 0},
     "excluded": {"target_modules": ALL, "exclude_modules": ["v_proj"]},
@@ -69,7 +75,7 @@ def reference(base: Path, target: Path, dtype: torch.dtype = torch.float32, **ke
         adapted = peft.get_peft_model(model, peft.LoraConfig(init_lora_weights=False, **keys)).eval()
         with torch.no_grad():
             for name, weight in adapted.named_parameters():
-                if "modules_to_save" in name:
+                if "modules_to_save" in name or "magnitude" in name:
                     weight.add_(torch.randn_like(weight) * 0.1)
         adapted.save_pretrained(target)
     with torch.inference_mode():
@@ -151,3 +157,39 @@ def test_merged_before_it_is_quantized_at_load(folder: Path, tmp_path: Path, qua
     assert wanted is not None
     merged = exact.blocks[0].mlp.down.dequantize()
     assert torch.equal(coarse.blocks[0].mlp.down.dequantize(), rtn(merged, wanted).dequantize())
+
+
+def test_dora_onto_packed_weights_is_refused_before_they_are_loaded(tmp_path: Path) -> None:
+    meant = write_quantized(tmp_path / "packed", "minicpm5-1b", RECIPES["gptq"])
+    reference(plain_twin(tmp_path / "plain", meant), tmp_path / "adapter", **CASES["dora"])
+    checkpoint = Checkpoint.read(tmp_path / "packed").with_adapter(tmp_path / "adapter")
+    with pytest.raises(UnsupportedModel, match="DoRA rescales the rows"):
+        checkpoint.weight_bytes(2)
+    with pytest.raises(UnsupportedModel, match="DoRA rescales the rows"):
+        ours(tmp_path / "packed", tmp_path / "adapter")
+
+
+def test_dora_is_merged_before_it_is_quantized_at_load(folder: Path, tmp_path: Path) -> None:
+    expected = reference(folder, tmp_path, **CASES["dora"])
+    adapter, cfg = Adapter.read(tmp_path, config(folder)), config(folder)
+    coarse = load_model(
+        folder, cfg, torch.device("cpu"), torch.float32, adapter=adapter, scheme=LoadScheme.of("w8", 16)
+    )
+    assert relative_error(all_logits(coarse, IDS), expected) < 3e-2  # 8 bits
+    assert adapter.label.startswith("dora r4 ")
+
+
+def test_dora_without_its_magnitudes_or_of_an_embedding(folder: Path, tmp_path: Path) -> None:
+    reference(folder, tmp_path / "plain", **CASES["list"])
+    set_keys(tmp_path / "plain", use_dora=True)
+    with pytest.raises(WeightsError, match="has no factor magnitude"):
+        Adapter.read(tmp_path / "plain", config(folder))
+    reference(folder, tmp_path / "embedding", use_dora=True, **CASES["embedding"])
+    with pytest.raises(UnsupportedModel, match="DoRA of an embedding"):
+        Adapter.read(tmp_path / "embedding", config(folder))
+
+
+def test_a_row_of_zeros_stays_one() -> None:
+    weight = torch.tensor([[0.0, 0.0], [3.0, 4.0]])
+    rescale(weight, torch.tensor([2.0, 10.0]))
+    assert weight.tolist() == [[0.0, 0.0], [6.0, 8.0]]

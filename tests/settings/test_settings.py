@@ -111,6 +111,7 @@ def test_strings_are_read_as_what_they_spell(config: Path, tmp_path: Path) -> No
         ("think", "maybe", "true or false"),
         ("chat_template", "/no/such.jinja", "auto, chatml, minicpm or a file that exists"),
         ("lora", "/no/such", "a directory that exists"),
+        ("lora", "no-such", "a hub repo id"),
         ("threads", "0", "from 1 to 4096"),
         ("seed", "-1", "whole number"),
         ("lookup", "33", "a whole number from 0 to 32 or auto"),
@@ -191,6 +192,7 @@ def test_a_template_file_and_a_home_folder(config: Path, tmp_path: Path, monkeyp
     settings = load(config, {"chat_template": "~/t.jinja", "lora": "~/adapter"})
     assert settings.options.chat_template == str(tmp_path / "t.jinja")
     assert settings.options.lora == str(tmp_path / "adapter")
+    assert load(config, {"lora": "owner/adapter@v1"}).options.lora == "owner/adapter@v1"
     assert load(config, {"chat_template": "chatml"}).options.chat_template == "chatml"
 
 
@@ -200,7 +202,7 @@ def test_biases(config: Path) -> None:
     assert load(config, text="logit_bias = [[5, -100.0], [7, 0.5]]").sampling["logit_bias"] == wanted
     assert load(config, text="[logit_bias]\n5 = -100\n7 = 0.5").sampling["logit_bias"] == wanted
     assert load(config, text='logit_bias = \'{"5": -100, "7": 0.5}\'').sampling["logit_bias"] == wanted
-    with pytest.raises(UsageError, match="logit_bias is '{'; it must be ids of tokens"):
+    with pytest.raises(UsageError, match=r"logit_bias is '\{'; it must be ids of tokens"):
         load(config, text="logit_bias = '{'")
 
 
