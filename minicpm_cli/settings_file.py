@@ -139,7 +139,12 @@ def _put(document: dict[str, Any], table: tuple[str, ...], name: str, value: Any
     for key in [key for key in document if key.replace("-", "_") == name]:
         del document[key]
     if value is not None:
-        document[name] = list(value) if isinstance(value, tuple) else value
+        document[name] = _lists(value)
+
+
+def _lists(value: Any) -> Any:
+    """As TOML reads it."""
+    return list(map(_lists, value)) if isinstance(value, list | tuple) else value
 
 
 def _settings(table: Mapping[str, Any], place: str, notes: list[str]) -> Iterator[tuple[str, Any]]:

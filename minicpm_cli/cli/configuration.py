@@ -15,7 +15,7 @@ from minicpm_cli.cli.runtime import Invocation
 from minicpm_cli.cli.tables import show_records
 from minicpm_cli.disk import path_of
 from minicpm_cli.errors import UsageError
-from minicpm_cli.settings import DEFAULT, Settings, config_path
+from minicpm_cli.settings import DEFAULT, Row, Settings, config_path
 from minicpm_cli.settings_file import ConfigFile
 from minicpm_cli.settings_table import ENTRIES, SECRET, known
 
@@ -27,7 +27,7 @@ _EXAMPLES = examples(
     "minicpm config get data_dir",
     '$EDITOR "$(minicpm config path)"',
 )
-_MANY = "stop"  # the one setting that is a list
+_MANY = ("stop", "logit_bias")  # settings that are lists
 _FILES = ("chat_template", "lora", "cache_dir", "data_dir", "model")
 
 _Name = Annotated[str, typer.Argument(metavar="NAME", help="A setting.", autocompletion=completion.settings)]
@@ -66,7 +66,7 @@ def config(
         return
     settings = invocation.configure(flags)
     terminal = invocation.terminal
-    shown = [replace(row, value="***") if row.name in SECRET and row.value else row for row in settings.rows]
+    shown = list(map(_covered, settings.rows))
     values = {row.name: {"value": _plain(row.value), "origin": row.origin} for row in shown}
     rows = [(row.name, _text(row.value), row.origin) for row in shown]
     show_records(terminal, values, ("setting", "value", "origin"), rows, as_json=as_json)
@@ -83,11 +83,18 @@ def path(context: typer.Context, *, flags: Flags) -> None:
 
 
 @takes(OUTPUT)
-def get(context: typer.Context, name: _Name, *, flags: Flags) -> None:
+def get(
+    context: typer.Context,
+    name: _Name,
+    *,
+    reveal: Annotated[bool, typer.Option("--reveal", help="A key as it is, not as ***.")] = False,
+    flags: Flags,
+) -> None:
     """Print the value of one setting; an empty line where it is not set."""
     invocation: Invocation = context.obj
     settings = invocation.configure(_merged(context, flags))
-    value = _plain(_row(settings, known(name, "minicpm config get")).value)
+    row = _row(settings, known(name, "minicpm config get"))
+    value = _plain((row if reveal else _covered(row)).value)
     invocation.terminal.out.write(("" if value is None else value if isinstance(value, str) else _text(value)) + "\n")
 
 
@@ -96,7 +103,10 @@ def assign(
     context: typer.Context,
     name: _Name,
     value: Annotated[
-        list[str], typer.Argument(metavar="VALUE...", help="Several only for stop.", autocompletion=completion.values)
+        list[str],
+        typer.Argument(
+            metavar="VALUE...", help=f"Several only for {' and '.join(_MANY)}.", autocompletion=completion.values
+        ),
     ],
     *,
     flags: Flags,
@@ -104,7 +114,7 @@ def assign(
     """Set one setting in the config file, or with --profile in a profile. It is checked as a flag is."""
     invocation, profile = _begin(context, flags)
     setting = known(name, "minicpm config set")
-    if len(value) > 1 and setting != _MANY:
+    if len(value) > 1 and setting not in _MANY:
         raise UsageError(f"minicpm config set: {setting} takes one value, not {len(value)}; quote what has spaces")
     file = ConfigFile.read(config_path(), required=False)
     file.write(setting, _value(setting, value), profile)
@@ -144,7 +154,7 @@ def _begin(context: typer.Context, flags: Flags) -> tuple[Invocation, str | None
 
 def _value(name: str, given: list[str]) -> Any:
     """What goes into the file. Paths are made absolute: the file is read from anywhere."""
-    words: Any = given if name == _MANY else given[0]
+    words: Any = given if len(given) > 1 else given[0]
     checked = ENTRIES[name].checked(words, "minicpm config set")
     if checked is None:
         return words  # auto or none, which is a choice, too
@@ -162,15 +172,20 @@ def _say(invocation: Invocation, file: ConfigFile, name: str, profile: str | Non
         terminal.note(f"the change is made; what is still wrong: {error}")
         return
     row, place = _row(settings, name), file.place(profile)
-    state = "not set" if row.value is None else _text(row.value)
+    state = "not set" if row.value is None else _text(_covered(row).value)
     if row.origin in (place, DEFAULT):
         terminal.note(f"{name} is {state} now ({row.origin})")
     else:
         terminal.note(f"{place} is changed, but {row.origin} is stronger: {name} is {state}")
 
 
-def _row(settings: Settings, name: str) -> Any:
+def _row(settings: Settings, name: str) -> Row:
     return next(row for row in settings.rows if row.name == name)
+
+
+def _covered(row: Row) -> Row:
+    """With stars for what is not for screens that others see."""
+    return replace(row, value="***") if row.name in SECRET and row.value else row
 
 
 def _plain(value: Any) -> Any:

@@ -131,7 +131,7 @@ def run(
     request = Request(f"run-{secrets.token_hex(6)}", messages, SamplingParams(), asked.prefill)
     request = replace(request, tools=offered, tool_choice=choice)
     if show_prompt:
-        return _show_prompt(invocation, settings, request)
+        return _show_prompt(invocation, settings, request, as_json=as_json)
     with invocation.model(settings) as llm:
         request = replace(request, params=llm.defaults.checked(settings.sampling))
         reply = answer(llm, request, invocation.terminal, asked.form)
@@ -247,9 +247,15 @@ def _writable(invocation: Invocation, sessions: Sessions, before: Before) -> Ite
         yield name
 
 
-def _show_prompt(invocation: Invocation, settings: Settings, request: Request) -> int:
+def _show_prompt(invocation: Invocation, settings: Settings, request: Request, *, as_json: bool) -> int:
+    """A line for each token, or a record with the names that /tokenize has for them."""
     prompts = invocation.runtime.open_prompts(settings, invocation.terminal)
     params = SamplingParams().checked(settings.sampling)
-    for ident, piece in prompts.pieces(prompts.prompt(replace(request, params=params))):
-        invocation.terminal.out.write(f"{ident}\t{json.dumps(piece, ensure_ascii=False)}\n")
+    pieces = list(prompts.pieces(prompts.prompt(replace(request, params=params))))
+    if as_json:
+        tokens, texts = [ident for ident, _ in pieces], [text for _, text in pieces]
+        lines = [json.dumps({"count": len(pieces), "tokens": tokens, "token_strs": texts}, ensure_ascii=False)]
+    else:
+        lines = [f"{ident}\t{json.dumps(text, ensure_ascii=False)}" for ident, text in pieces]
+    invocation.terminal.out.write("".join(f"{line}\n" for line in lines))
     return 0

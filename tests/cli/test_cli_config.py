@@ -48,6 +48,22 @@ def test_numbers_below_zero_and_lists(cli, config: Path) -> None:
     assert cli("config", "get", "graphs").out == "true\n"
 
 
+def test_biases_of_tokens(cli, config: Path) -> None:
+    assert cli("config", "set", "logit_bias", "9=-100", "5=1.5").code == 0
+    assert config.read_text() == "logit_bias = [[5, 1.5], [9, -100.0]]\n"
+    assert cli("config", "set", "logit_bias", '{"7": 1}').code == 0
+    assert cli("config", "get", "logit_bias").out == "[[7, 1.0]]\n"
+
+
+def test_a_key_is_shown_to_whoever_asks_for_it_by_name(cli, config: Path) -> None:
+    assert cli("config", "set", "api_key", "s3cret").err == f"minicpm: api_key is \"***\" now (config file {config})\n"
+    assert cli("config", "get", "api_key").out == "***\n"
+    assert cli("config", "get", "--reveal", "api_key").out == "s3cret\n"
+    assert "s3cret" not in cli("config").out + cli("config", "--json").out
+    cli("config", "unset", "api_key")
+    assert cli("config", "get", "api_key").out == "\n"
+
+
 def test_a_profile_is_written_and_used(cli, config: Path) -> None:
     assert cli("config", "set", "--profile", "fast", "max_tokens", "2").code == 0
     assert cli("config", "--profile", "fast", "set", "seed", "5").code == 0

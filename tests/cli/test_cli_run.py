@@ -149,6 +149,17 @@ def test_extract_without_a_block_gives_nothing_and_fails(cli) -> None:
     assert "You said: hi" in done.err
 
 
+def test_show_prompt_as_a_record(cli) -> None:
+    lines = [line.split("\t") for line in cli("run", "--show-prompt", "hi ä").out.splitlines()]
+    done = cli("run", "--show-prompt", "--json", "hi ä")
+    assert done.out.count("\n") == 1
+    assert json.loads(done.out) == {
+        "count": len(lines),
+        "tokens": [int(ident) for ident, _ in lines],
+        "token_strs": [json.loads(text) for _, text in lines],
+    }
+
+
 def test_show_prompt_lists_tokens_and_does_not_answer(cli) -> None:
     llm = FakeLLM()
     done = cli("run", "--show-prompt", "hi", llm=llm)
