@@ -50,7 +50,7 @@ class Lockstep:
         for row in turning:
             seq = self.seqs[row]
             if seq.planned >= len(seq.pages) * self.page_size:
-                seq.add_pages(pool.take(1))
+                seq.add_pages(pool.take(1, seq.pages[-1]))
         for seq in self.seqs:
             seq.planned += 1
             seq.length += 1

@@ -6,8 +6,11 @@ from array import array
 from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
 
+from minicpm_cli.engine.stretches import Stretches
+
 DUMMY = 0  # never handed out: padded rows of a step may read and write it
 ROOT = -1  # the parent of a first page
+AHEAD = 16  # one page in so many may be evicted before it must be, for the sake of consecutive ones
 Key = tuple[int, bytes]  # (parent page, the page's token ids as int32)
 
 
@@ -24,7 +27,7 @@ class PagePool:
         if pages < 2 or page_size < 1:
             raise ValueError(f"{pages} pages of {page_size} tokens: one page is the dummy, so at least 2 are needed")
         self.pages, self.page_size, self.caching = pages, page_size, caching
-        self._free = list(range(pages - 1, DUMMY, -1))  # a stack whose top is the lowest id: runs stay consecutive
+        self._free = Stretches(range(DUMMY + 1, pages))
         self._refs = [0] * pages
         self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._index: dict[Key, int] = {}
@@ -60,13 +63,25 @@ class PagePool:
             self._hold(page)
         return found
 
-    def take(self, count: int) -> list[int]:
-        """`count` pages of unknown content, held by the caller. There must be so many available."""
+    def take(self, count: int, after: int = DUMMY) -> list[int]:
+        """`count` pages of unknown content, held by the caller. There must be so many available.
+
+        Those that follow the page `after`, which the caller holds, or other consecutive ones, if such are free.
+        """
         assert 0 <= count <= self.available, (count, self.available)
-        pages = [self._free.pop() if self._free else self._evict() for _ in range(count)]
+        pages = self._run(count, after) if count > 1 else []
+        if not pages:
+            free = self._free
+            pages = sorted([free.take(after + 1) if free else self._evict() for _ in range(count)])
         for page in pages:
             self._refs[page] = 1
-        pages.sort()
+        return pages
+
+    def _run(self, count: int, after: int) -> list[int]:
+        """Consecutive free pages. If there are none, pages are evicted until there are, or too many for nothing."""
+        pages = self._free.take_from(after + 1, count) or self._free.take_run(count)
+        while not pages and self._idle and len(self._free) < count + self.pages // AHEAD:
+            pages = self._free.take_from(self._free.add(self._evict()), count)
         return pages
 
     def seal(self, page: int, parent: int, tokens: bytes) -> int:
@@ -96,13 +111,12 @@ class PagePool:
             if page in self._keys:
                 self._idle[page] = None
             else:
-                self._free.append(page)
+                self._free.add(page)
 
     def forget(self) -> None:
         """What nobody holds is not found any more."""
         while self._idle:
-            self._free.append(self._evict())
-        self._free.sort(reverse=True)
+            self._free.add(self._evict())
 
     def recover(self) -> None:
         """Forgets all holders. Trusts the index alone, so it also mends what an interrupted call left half done."""
@@ -119,7 +133,7 @@ class PagePool:
         self._keys = {page: key for key, page in self._index.items()}
         self._refs = [0] * self.pages
         self._idle = OrderedDict.fromkeys(reversed(order))
-        self._free = [page for page in range(self.pages - 1, DUMMY, -1) if page not in self._keys]
+        self._free = Stretches(page for page in range(DUMMY + 1, self.pages) if page not in self._keys)
 
     def check(self) -> None:
         """Asserts every invariant; for tests."""

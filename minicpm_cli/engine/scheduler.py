@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable
 
 from minicpm_cli.engine.lockstep import Continued, Repetition
-from minicpm_cli.engine.pages import ROOT, PagePool
+from minicpm_cli.engine.pages import DUMMY, ROOT, PagePool
 from minicpm_cli.engine.plan import Chunk, Plan
 from minicpm_cli.engine.sequence import (
     SPECULATING,
@@ -206,7 +206,7 @@ class Scheduler:
             self._preempt(newest)
             if newest is seq:
                 return False
-        seq.add_pages(self.pool.take(1))
+        seq.add_pages(self.pool.take(1, seq.pages[-1]))
         return True
 
     def _preempt(self, seq: Sequence) -> None:
@@ -238,7 +238,7 @@ class Scheduler:
         if need + len(self.running) > self.pool.available:
             self.pool.drop(found)
             return False
-        seq.add_pages(found + self.pool.take(need))
+        seq.add_pages(found + self.pool.take(need, found[-1] if found else DUMMY))
         seq.sealed, seq.seated = len(found), True
         seq.planned = len(found) * size
         if seq.cached is None:

@@ -119,7 +119,7 @@ class Speculation:
         if need > max(pool.available - spare, 0):
             return min(count, len(seq.pages) * size - known)
         if need > 0:
-            seq.add_pages(pool.take(need))
+            seq.add_pages(pool.take(need, seq.pages[-1]))
         return count
 
     def _odds(self, seq: Sequence) -> list[float]:
