@@ -13,32 +13,26 @@ __device__ __forceinline__ u32 collect() {  // the lists of all blocks; the leng
     __syncthreads();
     return length;
 }
-__device__ __forceinline__ u64 above_range(bool unit) {
-    u64 sum = 0;
+// The threshold among the listed scores; with `share` below 1 top-p chooses from what top-k keeps.
+__device__ __forceinline__ float threshold(const Draw &d, Aim aim, double share, u32 listed, Range range) {
+    Memory &m = memory();
+    u64 above = 0, whole = 0;
     for (int rank = 0; rank < blocks(); rank++) {
         const Told &t = told_by(rank);
-        if (unit) sum += t.number;
-        for (int w = 0; w < WARPS && !unit; w++) sum += t.kept[w];
+        whole += t.sum, above += aim.unit ? t.number : 0;
+        for (int w = 0; w < WARPS && !aim.unit; w++) above += t.kept[w];
     }
-    return sum;
-}
-// The threshold among the listed scores; with `share` below 1 top-p chooses from what top-k keeps.
-__device__ __forceinline__ float threshold(
-    const Draw &d, bool unit, double share, u32 listed, u64 goal, Range range
-) {
-    Memory &m = memory();
-    u64 above = above_range(unit);
+    u64 goal = aim.goal(whole);
     for (;;) {
         u32 number;
-        while (range.top(d.peak) != key_of(range.low)) narrow(d, unit, true, listed, goal, range, above, number);
-        if (!unit || !(share < 1.)) return range.low;
+        while (range.top(d.peak) != key_of(range.low)) narrow(d, aim, true, listed, goal, range, above, number);
+        if (!aim.unit || !(share < 1.)) return range.low;
         u64 mass = 0;
         for (u32 i = threadIdx.x; i < listed; i += THREADS)
             if (m.told.scores[i] >= range.low) mass += mass_of(d, m.told.scores[i]);
-        mass = of_block(mass, Sum{});
-        goal = (u64)ceil(share * (double)mass);
-        goal = goal < 1 ? 1 : goal < mass ? goal : mass;
-        range.high = infinite(), above = 0, unit = false;
+        aim.unit = false, aim.share = share;
+        goal = aim.goal(of_block(mass, Sum{})), above = 0;
+        range.high = infinite();
     }
 }
 __device__ __forceinline__ u64 mixed(u64 x) {
@@ -61,9 +55,9 @@ __device__ __forceinline__ int drawn(const Draw &d, float least, u32 listed, dou
             add_mass((m.told.tokens[i] + d.r.before) / EACH / d.r.share, mass_of(d, m.told.scores[i]));
     __syncthreads();
     u64 own = t < warps ? told_by(t / WARPS).kept[t % WARPS] + mass_at(m.told, t) : 0;
-    const u64 total = of_block(own, Sum{}), aim = (u64)(uniform * (double)total), goal = aim < total ? aim : total - 1;
-    u64 v[1] = {own};
-    sums_before(v);
+    u64 v[1] = {own}, total[1];
+    sums_before(v, total);
+    const u64 aim = (u64)(uniform * (double)total[0]), goal = aim < total[0] ? aim : total[0] - 1;
     if (v[0] <= goal && goal < v[0] + own) m.first = t, m.before = goal - v[0];
     __syncthreads();
     const int begin = m.first * d.r.share, end = min(begin + d.r.share, d.r.groups);
@@ -72,7 +66,7 @@ __device__ __forceinline__ int drawn(const Draw &d, float least, u32 listed, dou
     own = 0;
     auto visit = [&](auto see) {
         for (int group = from; group < to; group++) {
-            Raw raw = {};
+            Raw raw;
             float x[EACH];
             request(d.r, group, raw);
             scores_of(d.r, group, raw, x);
@@ -82,7 +76,7 @@ __device__ __forceinline__ int drawn(const Draw &d, float least, u32 listed, dou
     };
     visit([&](int, u64 mass) { own += mass; });
     v[0] = own;
-    sums_before(v);
+    sums_before(v, total);
     if (v[0] <= rest && rest < v[0] + own) {
         rest -= v[0];
         bool found = false;
@@ -125,14 +119,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) sampling(c
     if (p.min_p[row] > 0.f) d.least = fmaxf(d.least, d.peak + d.temperature * logf(fmaxf(p.min_p[row], 1e-37f)));
     Aim aim = {k || top_p < 1., k > 0, k ? (double)k : top_p, -LARGEST, k && top_p < 1. ? -LARGEST : d.least};
     for (;;) {
-        u64 goal = 0;
-        const Range range = search(d, aim, bottom, goal);
+        const Range range = search(d, aim, bottom);
         const bool all = aim.unit && range.high > d.peak;  // that top-k keeps are listed
         const bool more = aim.unit && top_p < 1. && !all;
         if (first) {
             const u32 listed = range.known() ? 0 : collect();
             float found = range.low;
-            if (!range.known()) found = threshold(d, aim.unit, all ? top_p : 1., listed, goal, range);
+            if (!range.known()) found = threshold(d, aim, all ? top_p : 1., listed, range);
             if (!more) {
                 found = fmaxf(found, d.least);
                 finish(d, row, drawn(d, found, listed, uniform_of((u64)p.seed[row], (u64)p.index[row])));

@@ -1,8 +1,8 @@
 // Draws a token for each row of logits, a row by one cluster of blocks: what reads a row, and what a block or cluster
 // has in common.
 //
-// A row's logits are read three times, mostly from the L2 cache: its peak; its mass and how many scores lie in each of
-// BINS steps below the peak; then what it keeps for certain, and a list of the scores among which the threshold is.
+// A row's logits are read three times, partly from the L2 cache: its peak; how many scores lie in each of BINS steps
+// below the peak; then its mass, what it keeps for certain, and a list of the scores among which the threshold is.
 // Masses are integers, so a sum is the same in any order and for any number of blocks.
 //
 // Set by the compiler's options: THREADS, of a block; LIST, scores that are listed at most.
@@ -12,7 +12,7 @@ typedef unsigned long long u64;
 typedef long long i64;
 
 enum { WARPS = THREADS / 32, EACH = 8, AHEAD = 2 };  // scores of a group; groups that a thread requests together
-enum { BINS = 2048, DEEP = 1024 };
+enum { BINS = 4096, DEEP = 1024 };
 constexpr float UNIT = 17592186044416.f;  // 2^44: 2^19 masses of 1 fit
 constexpr float LOG2E = 1.4426950408889634f, LARGEST = 3.4028234663852886e38f;
 constexpr u32 PART = 32767;  // a third of a mass: 2^17 of them fit into 32 bits
@@ -35,11 +35,11 @@ struct Params {
 };
 
 struct Told {  // what a block lets the others of its cluster read
-    u64 best, bottom, sum;
+    u32 bins[BINS + 4], deep[4 * DEEP];  // numbers of scores; in `deep` then also the three parts of their masses
+    u64 best, bottom, sum, above;
+    u64 kept[WARPS];
     float threshold;
     u32 number, listed;
-    u64 kept[WARPS];
-    u32 bins[BINS], deep[4 * DEEP];  // numbers of scores; in `deep` then also the three parts of their masses
     float scores[LIST];
     int tokens[LIST];
 };
@@ -134,8 +134,8 @@ template <class F> __device__ __forceinline__ u64 of_block(u64 v, F both) {  // 
     __syncthreads();
     return v;
 }
-// Of N numbers of a thread: the sums of those of the threads before it.
-template <int N> __device__ __forceinline__ void sums_before(u64 (&v)[N]) {
+// Of N numbers of a thread: the sums of those of the threads before it, and of all.
+template <int N> __device__ __forceinline__ void sums_before(u64 (&v)[N], u64 (&total)[N]) {
     Memory &m = memory();
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     u64 own[N];
@@ -152,8 +152,11 @@ template <int N> __device__ __forceinline__ void sums_before(u64 (&v)[N]) {
     __syncthreads();
 #pragma unroll
     for (int n = 0; n < N; n++) {
-        v[n] -= own[n];
-        for (int w = 0; w < warp; w++) v[n] += m.of_warp[w][n];
+        v[n] -= own[n], total[n] = 0;
+        for (int w = 0; w < WARPS; w++) {
+            v[n] += w < warp ? m.of_warp[w][n] : 0;
+            total[n] += m.of_warp[w][n];
+        }
     }
     __syncthreads();
 }
@@ -193,9 +196,9 @@ __device__ __forceinline__ Row row_of(const Params &p, int row) {
     return r;
 }
 __device__ __forceinline__ void request(const Row &r, int group, Raw &raw) {
-    const uint4 *at = (const uint4 *)r.at + (i64)group * (r.kind ? 1 : 2);
+    const uint4 *at = (const uint4 *)(r.at + ((u32)group << (r.kind ? 4 : 5)));
     raw.low = at[0];
-    if (r.kind == 0 && group * EACH + EACH / 2 < r.before + r.vocab) raw.high = at[1];
+    if (r.kind == 0) raw.high = group * EACH + EACH / 2 < r.before + r.vocab ? at[1] : uint4{};
 }
 // Each score is what float32 arithmetic makes of the logit; nothing is stored, so the logits stay the model's. Not
 // inlined: it would be a third of the code.
@@ -216,15 +219,15 @@ __device__ __noinline__ void change(Row r, int first, float *scores) {
 }
 __device__ __forceinline__ void scores_of(const Row &r, int group, const Raw &raw, float (&x)[EACH]) {
     const u32 words[EACH] = {raw.low.x, raw.low.y, raw.low.z, raw.low.w, raw.high.x, raw.high.y, raw.high.z, raw.high.w};
+    if (r.kind == 1) {
 #pragma unroll
-    for (int i = 0; i < EACH; i++) {
-        const u32 word = words[i / 2];
-        if (r.kind == 0)
-            x[i] = __uint_as_float(words[i]);
-        else if (r.kind == 1)
-            x[i] = __uint_as_float(i % 2 ? word & 0xffff0000u : word << 16);
-        else
-            x[i] = of_half(i % 2 ? word >> 16 : word & 0xffff);
+        for (int i = 0; i < EACH; i++) x[i] = __uint_as_float(i % 2 ? words[i / 2] & 0xffff0000u : words[i / 2] << 16);
+    } else if (r.kind == 0) {
+#pragma unroll
+        for (int i = 0; i < EACH; i++) x[i] = __uint_as_float(words[i]);
+    } else {
+#pragma unroll
+        for (int i = 0; i < EACH; i++) x[i] = of_half(i % 2 ? words[i / 2] >> 16 : words[i / 2] & 0xffff);
     }
     const int first = group * EACH - r.before;
     if (r.counts || r.allowed) {
@@ -247,7 +250,7 @@ template <class F> __device__ __forceinline__ void each(const Row &r, bool back,
     const int end = min(begin + r.share, r.groups), steps = (end - begin + 32 * AHEAD - 1) / (32 * AHEAD);
     for (int step = 0; step < steps; step++) {
         const int at = begin + (back ? steps - 1 - step : step) * 32 * AHEAD + lane;
-        Raw raw[AHEAD] = {};
+        Raw raw[AHEAD];
 #pragma unroll
         for (int u = 0; u < AHEAD; u++)
             if (at + 32 * u < end) request(r, at + 32 * u, raw[u]);

@@ -8,6 +8,17 @@ struct Draw {
     Row r;
     float peak, cool, temperature, least;  // min-p keeps nothing below `least`
 };
+// What a stage of a draw looks for: of the scores from `floor` on those that make up a share of their mass, or with
+// `unit` a number of them. Neither: all. Nothing below `least` is asked for.
+struct Aim {
+    bool search, unit;
+    double share;
+    float floor, least;
+    __device__ __forceinline__ u64 goal(u64 whole) const {
+        const u64 most = unit ? ~0ull : whole, part = (u64)(unit ? share : ceil(share * (double)whole));
+        return part < 1 ? 1 : part < most ? part : most;
+    }
+};
 struct Range {  // `low` <= threshold < `high`; both the same where nothing is to be searched
     float low, high;
     __device__ __forceinline__ int top(float peak) const { return high > peak ? key_of(peak) : key_of(high) - 1; }
@@ -15,6 +26,12 @@ struct Range {  // `low` <= threshold < `high`; both the same where nothing is t
 };
 
 __device__ __forceinline__ u64 mass_of(const Draw &d, float x) { return fixed(power((x - d.peak) * d.cool)); }
+// As far as a stage looks at them.
+__device__ __forceinline__ void from_floor(float floor, float (&x)[EACH]) {
+    if (floor == -LARGEST) return;
+#pragma unroll
+    for (int i = 0; i < EACH; i++) x[i] = x[i] >= floor ? x[i] : lowest();
+}
 
 // ---- the peak ----
 __device__ __forceinline__ u32 ordered(float x) { return (u32)key_of(x) ^ 0x80000000u; }
@@ -31,12 +48,19 @@ __device__ __forceinline__ u64 peak_of(const Row &r, bool greedy, float &bottom)
 #pragma unroll
         for (int i = 1; i < EACH; i++) most = larger(most, x[i]);
         if (most > best || most != most) best = most, where = group;
-        if (!greedy)
+        if (greedy) return;
+        float least = x[0];
 #pragma unroll
-            for (int i = 0; i < EACH; i++) bottom = fminf(bottom, x[i] > lowest() ? x[i] : infinite());
+        for (int i = 1; i < EACH; i++) least = fminf(least, x[i]);
+        if (least == lowest()) {
+            least = infinite();
+#pragma unroll
+            for (int i = 0; i < EACH; i++) least = fminf(least, x[i] == lowest() ? infinite() : x[i]);
+        }
+        bottom = fminf(bottom, least);
     });
     if (where >= 0) {
-        Raw raw = {};
+        Raw raw;
         float x[EACH];
         request(r, where, raw);
         scores_of(r, where, raw, x);
@@ -55,69 +79,85 @@ __device__ __forceinline__ u64 peak_of(const Row &r, bool greedy, float &bottom)
 }
 
 // ---- a threshold in a row ----
-struct Steps {
-    float scale;  // steps of a score's distance from the peak
-    float fall;   // logarithm to base 2 of what a step takes from a mass
-    __device__ __forceinline__ u64 most(float step) const { return fixed(power((.01f - step) * fall) * 1.000001f) + 1; }
-    __device__ __forceinline__ u64 fewest(float step) const { return fixed(power((-1.01f - step) * fall) * .999999f); }
+struct Steps {  // step b: around a distance of b / scale from the peak
+    float scale;
+    float fall;  // logarithm to base 2 of what a step takes from a mass
+    __device__ __forceinline__ u64 most(int b) const { return fixed(power((.51f - b) * fall) * 1.000001f) + 1; }
+    __device__ __forceinline__ u64 fewest(int b) const { return fixed(power((-.51f - b) * fall) * .999999f); }
 };
 
-// Counts the scores from `floor` on in their steps; their mass, or with `unit` their number.
-__device__ __forceinline__ u64 count_steps(const Draw &d, bool unit, float floor, float scale) {
-    Memory &m = memory();
-    for (int b = threadIdx.x; b < BINS; b += THREADS) m.told.bins[b] = 0;
+// Counts the scores from `floor` on in their steps; bin BINS counts those below and what is -inf.
+__device__ __forceinline__ void count_steps(const Draw &d, float floor, float scale) {
+    u32 *bins = memory().told.bins;
+    for (int b = threadIdx.x; b < BINS + 4; b += THREADS) bins[b] = 0;
     __syncthreads();
-    u64 sum = 0;
-    each(d.r, true, [&](int, const float(&x)[EACH]) {
+    each(d.r, true, [&](int, float(&x)[EACH]) {
+        from_floor(floor, x);
 #pragma unroll
-        for (int i = 0; i < EACH; i++) {
-            const bool chosen = x[i] >= floor;
-            const float step = (d.peak - x[i]) * scale;
-            if (chosen) sum += unit ? 1 : mass_of(d, x[i]);
-            if (chosen && step < BINS) atomicAdd(&m.told.bins[(int)step], 1u);
+        for (int i = 0; i < EACH; i++) {  // 2^23 + step, rounded to an integer
+            const u32 step = __float_as_uint(__fmaf_rn(d.peak - x[i], scale, 8388608.f)) - 0x4b000000u;
+            atomicAdd(bins + (step < BINS ? step : BINS), 1u);
         }
     });
-    sum = of_block(sum, Sum{});
-    if (threadIdx.x == 0) m.told.sum = sum;
     meet();
-    sum = 0;
-    for (int rank = 0; rank < blocks(); rank++) sum += told_by(rank).sum;
-    return sum;
 }
 // Leaves in memory the first step that the threshold can be in, the last one (BINS: it may lie below them all), and the
 // numbers of scores before the first and up to the last.
-__device__ __forceinline__ void locate(const Steps &s, bool unit, u64 goal) {
+__device__ __forceinline__ void locate(const Aim &aim, const Steps &s) {
     enum { MINE = BINS / THREADS };
     Memory &m = memory();
-    u32 numbers[MINE];
-    u64 v[3] = {};
+    u32 numbers[MINE] = {}, beyond = 0;
     if (threadIdx.x == 0) m.first = m.last = BINS, m.before = m.number = 0;
+    for (int rank = 0; rank < blocks(); rank++) {
+        const uint4 *from = (const uint4 *)told_by(rank).bins;
+        beyond += told_by(rank).bins[BINS];
 #pragma unroll
-    for (int i = 0; i < MINE; i++) {
-        const int b = threadIdx.x * MINE + i;
-        numbers[i] = 0;
-        for (int rank = 0; rank < blocks(); rank++) numbers[i] += told_by(rank).bins[b];
-        v[0] += unit ? numbers[i] : numbers[i] * s.most(b);
-        v[1] += unit ? numbers[i] : numbers[i] * s.fewest(b);
-        v[2] += numbers[i];
+        for (int i = 0; i < MINE / 4; i++) {
+            const uint4 four = from[threadIdx.x * (MINE / 4) + i];
+            numbers[4 * i] += four.x, numbers[4 * i + 1] += four.y;
+            numbers[4 * i + 2] += four.z, numbers[4 * i + 3] += four.w;
+        }
     }
-    sums_before(v);
+    const auto most = [&](int i) { return numbers[i] * (aim.unit ? 1 : s.most(threadIdx.x * MINE + i)); };
+    const auto fewest = [&](int i) { return numbers[i] * (aim.unit ? 1 : s.fewest(threadIdx.x * MINE + i)); };
+    u64 v[3] = {}, all[3];
+#pragma unroll
+    for (int i = 0; i < MINE; i++) v[0] += most(i), v[1] += fewest(i), v[2] += numbers[i];
+    sums_before(v, all);
+    const u64 least_goal = aim.goal(all[1]), largest_goal = aim.goal(all[0] + beyond * s.most(BINS));
 #pragma unroll
     for (int i = 0; i < MINE; i++) {
-        const int b = threadIdx.x * MINE + i;
-        const u64 most = v[0] + (unit ? numbers[i] : numbers[i] * s.most(b));
-        const u64 fewest = v[1] + (unit ? numbers[i] : numbers[i] * s.fewest(b));
-        if (v[0] < goal && most >= goal) m.first = b, m.before = v[2];
+        const u64 at_most = v[0] + most(i), at_least = v[1] + fewest(i);
+        if (v[0] < least_goal && at_most >= least_goal) m.first = threadIdx.x * MINE + i, m.before = v[2];
         v[2] += numbers[i];
-        if (v[1] < goal && fewest >= goal) m.last = b, m.number = (u32)v[2];
-        v[0] = most, v[1] = fewest;
+        if (v[1] < largest_goal && at_least >= largest_goal) m.last = threadIdx.x * MINE + i, m.number = (u32)v[2];
+        v[0] = at_most, v[1] = at_least;
     }
     __syncthreads();
 }
+// The steps that the threshold can be in, and the number of scores there: 0 where it is not known.
+__device__ __forceinline__ Range coarse(const Draw &d, const Aim &aim, float bottom, u32 &number) {
+    Memory &m = memory();
+    float span = (d.peak - fmaxf(bottom, aim.floor)) * 1.0001f;
+    // Below this distance lies less than a 256th of 1 - top_p of the mass, whatever the scores are.
+    if (!aim.unit) span = fminf(span, d.temperature * (logf(d.r.vocab / (float)(1. - aim.share)) + 5.55f));
+    span = fminf(fmaxf(span, 1e-30f), 1e38f);
+    const Steps s = {(BINS - 1) / span, d.cool * (span / (BINS - 1))};
+    count_steps(d, aim.floor, s.scale);
+    locate(aim, s);
+    const float slack = fabsf(d.peak) * 2.4e-7f;
+    Range range = {aim.floor, infinite()};
+    if (m.first) range.high = d.peak - (m.first - .51f) / s.scale + slack;
+    if (m.last < BINS) range.low = fmaxf(aim.floor, d.peak - (m.last + .51f) / s.scale - slack);
+    if (aim.unit && m.last < BINS && m.number <= LIST) range.high = infinite();  // top-p may choose from the list then
+    number = m.last < BINS ? m.number - (u32)(range.high > d.peak ? 0 : m.before) : 0;
+    return range;
+}
 
-// Narrows a range to one step of keys of it. `list`: the scores are those that this block has listed, else the row's.
+// Narrows a range to one step of keys of it. With `listed` the scores are those that this block has listed, else the
+// row's: then what is above the range and the goal are found, too.
 __device__ __forceinline__ void narrow(
-    const Draw &d, bool unit, bool list, u32 listed, u64 goal, Range &range, u64 &above, u32 &number
+    const Draw &d, const Aim &aim, bool list, u32 listed, u64 &goal, Range &range, u64 &above, u32 &number
 ) {
     enum { MINE = DEEP / THREADS };
     Memory &m = memory();
@@ -129,44 +169,48 @@ __device__ __forceinline__ void narrow(
     clear_deep();
     if (threadIdx.x == 0) m.first = width >> shift, m.before = m.number = 0;
     __syncthreads();
-    u64 sum = 0;
-    auto add = [&](float x) {
-        if (x >= range.high) sum += unit ? 1 : mass_of(d, x);
+    u64 sum = 0, higher = 0;
+    const auto add = [&](float x) {
+        const u64 mass = aim.unit ? x > lowest() : mass_of(d, x);
+        sum += mass;
+        if (x >= range.high) higher += mass;
         if (!(x >= range.low && x < range.high)) return;
         const u32 b = ((u32)top - (u32)key_of(x)) >> shift;
         atomicAdd(m.told.deep + b, 1u);
-        if (!unit) add_mass(b, mass_of(d, x));
+        if (!aim.unit) add_mass(b, mass);
     };
     if (list)
         for (u32 i = threadIdx.x; i < listed; i += THREADS) add(m.told.scores[i]);
     else
-        each(d.r, false, [&](int, const float(&x)[EACH]) {
+        each(d.r, false, [&](int, float(&x)[EACH]) {
+            from_floor(aim.floor, x);
 #pragma unroll
             for (int i = 0; i < EACH; i++) add(x[i]);
         });
-    sum = of_block(sum, Sum{});
-    const int ranks = list ? 1 : blocks();
-    if (!list) {
-        if (threadIdx.x == 0) m.told.sum = sum;
+    if (list) {
+        __syncthreads();
+    } else {
+        sum = of_block(sum, Sum{}), higher = of_block(higher, Sum{});
+        if (threadIdx.x == 0) m.told.sum = sum, m.told.above = higher;
         meet();
-        above = 0;
-        for (int rank = 0; rank < ranks; rank++) above += told_by(rank).sum;
+        sum = above = 0;
+        for (int rank = 0; rank < blocks(); rank++) sum += told_by(rank).sum, above += told_by(rank).above;
+        goal = aim.goal(sum);
     }
-    u64 masses[MINE], v[1] = {};
+    u64 masses[MINE], v[1] = {}, all[1];
     u32 numbers[MINE];
 #pragma unroll
     for (int i = 0; i < MINE; i++) {
         const int b = threadIdx.x * MINE + i;
-        u64 mass = 0;
-        numbers[i] = 0;
-        for (int rank = 0; rank < ranks; rank++) {
+        masses[i] = numbers[i] = 0;
+        for (int rank = 0; rank < (list ? 1 : blocks()); rank++) {
             const Told &t = list ? m.told : told_by(rank);
-            numbers[i] += t.deep[b], mass += mass_at(t, b);
+            numbers[i] += t.deep[b], masses[i] += mass_at(t, b);
         }
-        masses[i] = unit ? numbers[i] : mass;
+        if (aim.unit) masses[i] = numbers[i];
         v[0] += masses[i];
     }
-    sums_before(v);
+    sums_before(v, all);
     const u64 rest = goal > above ? goal - above : 1;
 #pragma unroll
     for (int i = 0; i < MINE; i++) {
@@ -182,75 +226,56 @@ __device__ __forceinline__ void narrow(
     __syncthreads();
 }
 
-// What is kept for certain, by warps of the cluster, and lists of the scores in the range. Returns their number.
-__device__ __forceinline__ u32 gather(const Draw &d, const Range &range) {
+// The mass from `floor` on; of it what is kept for certain, by warps of the cluster; lists of the scores in the range.
+// Returns their number.
+__device__ __forceinline__ u32 gather(const Draw &d, const Aim &aim, const Range &range) {
     Memory &m = memory();
     if (threadIdx.x == 0) m.told.listed = m.told.number = 0;
     __syncthreads();
-    u64 kept = 0;
+    u64 sum = 0, kept = 0;
     u32 number = 0;
-    each(d.r, false, [&](int group, const float(&x)[EACH]) {
+    each(d.r, false, [&](int group, float(&x)[EACH]) {
+        from_floor(aim.floor, x);
+        u32 chosen = 0;
 #pragma unroll
         for (int i = 0; i < EACH; i++) {
-            if (x[i] >= range.high) kept += mass_of(d, x[i]), number++;
-            if (x[i] >= range.low && x[i] < range.high) {
+            const u64 mass = mass_of(d, x[i]);
+            const bool above = x[i] >= range.high;
+            sum += mass, kept += above ? mass : 0, number += above;
+            chosen |= !above && x[i] >= range.low ? 1u << i : 0;
+        }
+        if (!chosen) return;
+#pragma unroll
+        for (int i = 0; i < EACH; i++)
+            if (chosen >> i & 1) {
                 const u32 place = atomicAdd(&m.told.listed, 1u);
                 if (place < LIST) m.told.scores[place] = x[i], m.told.tokens[place] = group * EACH - d.r.before + i;
             }
-        }
     });
     kept = of_warp(kept, Sum{});
-    number = (u32)of_warp(number, Sum{});
-    if (threadIdx.x % 32 == 0) m.told.kept[threadIdx.x / 32] = kept, atomicAdd(&m.told.number, number);
+    if (threadIdx.x % 32 == 0) m.told.kept[threadIdx.x / 32] = kept;
+    sum = of_block(sum, Sum{}), number = (u32)of_block(number, Sum{});
+    if (threadIdx.x == 0) m.told.sum = sum, m.told.number = number;
     meet();
     u32 listed = 0;
     for (int rank = 0; rank < blocks(); rank++) listed += told_by(rank).listed;
     return listed;
 }
-
-// What a stage of a draw looks for: the scores from `floor` on that make up a share of their mass, or with `unit` a
-// number of them. Neither: all of them. Nothing below `least` is asked for.
-struct Aim {
-    bool search, unit;
-    double share;
-    float floor, least;
-};
-
-// The steps that the threshold can be in; `number` of scores there, 0 where it is not known. The goal in `goal`.
-__device__ __forceinline__ Range coarse(const Draw &d, const Aim &aim, float bottom, u64 &goal, u32 &number) {
-    Memory &m = memory();
-    float span = (d.peak - fmaxf(bottom, aim.floor)) * 1.0001f;
-    // Below this distance lies less than 1 - top_p of the mass, whatever the scores are.
-    if (!aim.unit) span = fminf(span, d.temperature * logf(d.r.vocab / (float)(1. - aim.share)) * 1.001f);
-    span = fminf(fmaxf(span, 1e-30f), 1e38f);
-    const Steps s = {BINS / span, d.cool * (span / BINS)};
-    const u64 whole = count_steps(d, aim.unit, aim.floor, s.scale);
-    goal = aim.unit ? (u64)aim.share : (u64)ceil(aim.share * (double)whole);
-    goal = goal < 1 ? 1 : goal < whole ? goal : whole;
-    locate(s, aim.unit, goal);
-    const float slack = fabsf(d.peak) * 2.4e-7f;
-    Range range = {aim.floor, infinite()};
-    if (m.first) range.high = d.peak - (m.first - .01f) / s.scale + slack;
-    if (m.last < BINS) range.low = fmaxf(aim.floor, d.peak - (m.last + 1.01f) / s.scale - slack);
-    if (aim.unit && m.last < BINS && m.number <= LIST) range.high = infinite();  // top-p may choose from the list then
-    number = m.last < BINS ? m.number - (u32)(range.high > d.peak ? 0 : m.before) : 0;
-    return range;
-}
 // The range of the threshold, whose scores are listed.
-__device__ __forceinline__ Range search(const Draw &d, const Aim &aim, float bottom, u64 &goal) {
+__device__ __forceinline__ Range search(const Draw &d, const Aim &aim, float bottom) {
     Range range = {aim.least, aim.least};
     u32 number = 0;
-    if (aim.search) range = coarse(d, aim, bottom, goal, number);
+    if (aim.search) range = coarse(d, aim, bottom, number);
     for (;;) {
         if (aim.least >= range.high)
             range.low = range.high = aim.least;
         else if (range.top(d.peak) == key_of(range.low))  // one key
             range.high = range.low = fmaxf(range.low, aim.least);
         if (number <= LIST || range.known()) {
-            const u32 listed = gather(d, range);
+            const u32 listed = gather(d, aim, range);
             if (listed <= LIST || range.known()) return range;
         }
-        u64 above = 0;
-        narrow(d, aim.unit, false, 0, goal, range, above, number);
+        u64 above = 0, goal;
+        narrow(d, aim, false, 0, goal, range, above, number);
     }
 }

@@ -70,6 +70,7 @@ static float __uint_as_float(unsigned bits) { float f; std::memcpy(&f, &bits, 4)
 static unsigned __float_as_uint(float f) { unsigned bits; std::memcpy(&bits, &f, 4); return bits; }
 static float __fdiv_rn(float a, float b) { return a / b; }
 static float __fmul_rn(float a, float b) { return a * b; }
+static float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 static float __fsub_rn(float a, float b) { return a - b; }
 static float larger(float a, float b) { return std::isnan(a) || std::isnan(b) ? NAN : a > b ? a : b; }
 static float power(float x) { return std::exp2(x); }
