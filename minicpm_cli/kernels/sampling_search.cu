@@ -241,9 +241,12 @@ __device__ __forceinline__ u32 gather(const Draw &d, const Aim &aim, const Range
         for (int i = 0; i < EACH; i++) {
             const u64 mass = mass_of(d, x[i]);
             const bool above = x[i] >= range.high;
-            sum += mass, kept += above ? mass : 0, number += above;
+            sum += mass, kept += above ? mass : 0;
             chosen |= !above && x[i] >= range.low ? 1u << i : 0;
         }
+        if (aim.unit)
+#pragma unroll
+            for (int i = 0; i < EACH; i++) number += x[i] >= range.high;
         if (!chosen) return;
 #pragma unroll
         for (int i = 0; i < EACH; i++)
