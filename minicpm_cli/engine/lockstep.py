@@ -8,7 +8,7 @@ from itertools import repeat
 
 from minicpm_cli.engine.pages import PagePool
 from minicpm_cli.engine.plan import Chunk, Plan
-from minicpm_cli.engine.sequence import Drawn, Sequence, TokenEvent
+from minicpm_cli.engine.sequence import Sequence, TokenEvent
 
 new = tuple.__new__  # of a NamedTuple: half the time of its own, where there is one for every token
 
@@ -57,11 +57,9 @@ class Lockstep:
         self.number += 1
         return Continued(self, self.number)
 
-    def goes_on_after(self, plan: Continued, drawn: Drawn) -> bool:
-        """Whether a step drew nothing but tokens, which no sink or mask is told, and none is the last of a sequence."""
-        if self._heard or drawn.errors or drawn.logprobs:
-            return False
-        return plan.number < self._last and self._ends.isdisjoint(drawn.tokens)
+    def last_in(self, number: int, tokens: list[int]) -> bool:
+        """Whether one of the tokens drawn in that step may be the last of its sequence: a sink or a mask decides."""
+        return self._heard or number >= self._last or not self._ends.isdisjoint(tokens)
 
     def told(self, tokens: list[int]) -> list[TokenEvent]:
         """Takes the tokens in."""

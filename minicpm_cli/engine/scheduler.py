@@ -117,7 +117,7 @@ class Scheduler:
 
         Meanwhile a sequence may have ended, or lost its pages to another; the token drawn for it is then no less true.
         """
-        if isinstance(plan, Continued) and self._repetition.holds(plan) and plan.lockstep.goes_on_after(plan, drawn):
+        if isinstance(plan, Continued) and self._repetition.holds(plan) and drawn.plain:
             return self._commit_repeated(plan, drawn.tokens)
         chunks = plan.chunks
         if plan.extra:
@@ -141,11 +141,19 @@ class Scheduler:
         return events
 
     def _commit_repeated(self, plan: Continued, tokens: list[int]) -> list[TokenEvent]:
-        """Of sequences that all go on."""
-        for row, computed in plan.filled():
-            self._seal(plan.sampled[row], computed)
+        """Nothing has happened to the sequences since it was planned. They are looked at one by one if one may end."""
+        filled, now = dict(plan.filled()), self.clock()
         self.stats.generated_tokens += len(tokens)
-        return plan.lockstep.told(tokens)
+        if not plan.lockstep.last_in(plan.number, tokens):
+            for row, computed in filled.items():
+                self._seal(plan.sampled[row], computed)
+            return plan.lockstep.told(tokens)
+        events = []
+        for row, seq in enumerate(plan.sampled):
+            if row in filled:
+                self._seal(seq, filled[row])
+            events.append(self._append(seq, tokens[row], None, now))
+        return events
 
     def timed(self, plan: Plan, seconds: float) -> None:
         """How long a step took, from its launch to its tokens."""

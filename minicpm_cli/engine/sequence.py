@@ -103,6 +103,10 @@ class Drawn:
     logprobs: dict[int, Logprob] = field(default_factory=dict)
     errors: dict[int, Exception] = field(default_factory=dict)
 
+    @property
+    def plain(self) -> bool:
+        return not self.logprobs and not self.errors
+
     def rows(self, kept: list[int]) -> Drawn:
         """Of these rows alone."""
         logprobs = {place: self.logprobs[row] for place, row in enumerate(kept) if row in self.logprobs}
