@@ -10,8 +10,11 @@ import codecs
 from collections.abc import Iterator
 from typing import BinaryIO, NamedTuple
 
+from minicpm_cli.errors import FileError
+
 LONGEST = 64 << 20  # bytes of a line, with its newline; no context holds as much text
 _PIECE = 1 << 20  # of the rest of a longer one
+_ENDLESS = 1 << 30  # bytes of a stream without a new line: it will have none, as /dev/zero
 
 
 class Line(NamedTuple):
@@ -26,19 +29,24 @@ class Line(NamedTuple):
     too_long: bool = False
 
 
-def raw_lines(source: BinaryIO, limit: int | None = None) -> Iterator[tuple[int, int, bytes]]:
+def raw_lines(
+    source: BinaryIO, limit: int | None = None, *, stream: bool = False
+) -> Iterator[tuple[int, int, bytes]]:
     """(number, offset, line with its newline) of the first `limit` bytes; None reads to the end.
 
     A line of more than LONGEST bytes comes in pieces: the first is longer than that, the others have the number 0.
+    Raises FileError for a `stream` that is one line without end.
     """
-    number = offset = 0
+    number = offset = begun = 0
     whole = True
     while limit is None or offset < limit:
         most = LONGEST + 1 if whole else _PIECE
         raw = source.readline(most if limit is None else min(most, limit - offset))
         if not raw:
             return
-        number += whole
+        number, begun = number + whole, offset if whole else begun
+        if stream and offset - begun > _ENDLESS:
+            raise FileError(f"line {number} has no end within {_ENDLESS >> 30} GiB, so this is no input of lines.")
         yield number if whole else 0, offset, raw
         offset += len(raw)
         whole = raw.endswith(b"\n") or (whole and len(raw) <= LONGEST)

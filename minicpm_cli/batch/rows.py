@@ -46,7 +46,7 @@ class PendingRows:
         scan, end, digest = self._job.scan, 0, hashlib.sha256()
         size = None if scan is None else scan.size
         done, passed = _bits(self._job.done), None
-        for number, offset, raw in raw_lines(self._job.source, size):
+        for number, offset, raw in raw_lines(self._job.source, size, stream=scan is None):
             end = offset + len(raw)
             if scan is not None:
                 digest.update(raw)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import BinaryIO
 
 from minicpm_cli.disk import path_of as path_of
 from minicpm_cli.errors import FileError, UsageError
@@ -11,6 +12,7 @@ from minicpm_cli.errors import FileError, UsageError
 _FENCE = re.compile(r"`{3,}")
 _SURROGATES = re.compile("[\ud800-\udfff]")
 CONVERT = "Convert it first (iconv -f ENCODING -t utf-8)."
+MOST = 64 << 20  # bytes of a text
 _HEAD = 8192  # bytes in which a zero tells a binary file, as for git
 _PDF = re.compile(rb"%PDF-\d")  # which may have no other bytes than text has
 _MAGIC = (
@@ -66,12 +68,22 @@ def unicode(text: str) -> str:
     return _SURROGATES.sub("\ufffd", text)
 
 
+def bounded(stream: BinaryIO, name: str) -> bytes:
+    """All that comes. Raises UsageError for what may never end, such as /dev/zero."""
+    data = stream.read(MOST + 1)
+    if len(data) > MOST:
+        raise UsageError(f"{name} has more than {MOST >> 20} MiB, and no context holds as much text. Give a part.")
+    return data
+
+
 def read_text(path: Path, encoding: str | None = None, *, cure: str = CONVERT) -> str:
     """The text of a file, as `decode`. Raises FileError when it cannot be read."""
     try:
-        return decode(path_of(path).read_bytes(), str(path), encoding, cure=cure)
+        with path_of(path).open("rb") as file:
+            data = bounded(file, str(path))
     except OSError as error:
         raise FileError(f"cannot read {path}: {error.strerror or error}. Check the name and its permissions.") from None
+    return decode(data, str(path), encoding, cure=cure)
 
 
 def quoted(name: str, text: str) -> str:

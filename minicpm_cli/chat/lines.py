@@ -9,14 +9,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, BinaryIO, Protocol, TextIO
 
-from minicpm_cli.chat.attach import decode, unicode
+from minicpm_cli.chat.attach import MOST, decode, unicode
 from minicpm_cli.chat.chat import Chat
 from minicpm_cli.chat.editor import edited
 from minicpm_cli.chat.keyboard import echoed
 from minicpm_cli.chat.overflow import Choice, Excess
 from minicpm_cli.chat.terminal import Terminal
 from minicpm_cli.disk import private_folder
-from minicpm_cli.errors import MinicpmError
+from minicpm_cli.errors import MinicpmError, UsageError
 
 if TYPE_CHECKING:
     from prompt_toolkit import PromptSession
@@ -57,8 +57,10 @@ class PipedLines:
         return text
 
     def _line(self) -> str:
-        data = self._pipe.readline()
+        data = self._pipe.readline(MOST + 1)
         self._number += 1
+        if len(data) > MOST:
+            raise UsageError(f"line {self._number} of stdin has more than {MOST >> 20} MiB, which no context holds")
         if not data:
             raise EOFError
         return decode(data, f"line {self._number} of stdin").rstrip("\r\n")

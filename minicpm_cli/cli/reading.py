@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from minicpm_cli.chat.attach import decode, path_of, quoted, read_text, without_final_newline
+from minicpm_cli.chat.attach import bounded, decode, path_of, quoted, read_text, without_final_newline
 from minicpm_cli.chat.terminal import Terminal
 from minicpm_cli.cli.prompt_template import FILE, PromptTemplate
 from minicpm_cli.cli.runtime import standard_input
@@ -97,7 +97,7 @@ class Source:
     def _bytes(self, pipe: BinaryIO) -> bytes:
         if _is_pipe(pipe) and not _ready(pipe):
             self.terminal.note("waiting for stdin (< /dev/null where there is nothing to read)")
-        return pipe.read()
+        return bounded(pipe, "stdin")
 
 
 def known_encoding(name: str | None) -> str | None:

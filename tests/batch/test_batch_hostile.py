@@ -62,6 +62,29 @@ def test_a_line_without_an_end_is_read_in_pieces(monkeypatch: pytest.MonkeyPatch
     assert (source.left, source.most) == (0, 1001)
 
 
+def test_a_stream_without_an_end_is_given_up(monkeypatch: pytest.MonkeyPatch, out: Path) -> None:
+    monkeypatch.setattr(lines_module, "LONGEST", 1000)
+    monkeypatch.setattr(lines_module, "_PIECE", 100)
+    monkeypatch.setattr(lines_module, "_ENDLESS", 10_000)
+    zeros = Endless(1 << 60)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(Beginning(b'{"prompt": "a"}\n', zeros)))
+    with pytest.raises(FileError, match="line 2 has no end"):
+        run("-", out)
+    assert zeros.left > (1 << 60) - 20_000
+    assert [row.get("text") is not None for row in rows(out) if row["id"] == 1] == [True]
+
+
+class Beginning(io.BytesIO):
+    """Lines, and behind them what never ends."""
+
+    def __init__(self, data: bytes, rest: Endless) -> None:
+        super().__init__(data)
+        self._rest = rest
+
+    def readline(self, size: int | None = -1, /) -> bytes:
+        return super().readline(size) or self._rest.readline(size)
+
+
 @pytest.mark.parametrize("length", [998, 999, 1000, 1001, 1099, 1100, 1101, 1102, 1200, 1201, 2500])
 def test_the_longest_line(monkeypatch: pytest.MonkeyPatch, length: int) -> None:
     monkeypatch.setattr(lines_module, "LONGEST", 1000)

@@ -352,6 +352,12 @@ def test_a_pipe_is_a_turn_a_line_and_ends_at_the_first_error(make: Make) -> None
         repl.run(make(), PipedLines(io.BytesIO(b"/nope\n")))
 
 
+def test_a_pipe_whose_line_never_ends(make, monkeypatch) -> None:
+    monkeypatch.setattr("minicpm_cli.chat.lines.MOST", 100)
+    with pytest.raises(UsageError, match="line 2 of stdin has more than"):
+        repl.run(make(), PipedLines(io.BytesIO(b"a\n" + bytes(101))))
+
+
 def test_neutral_text_moves_no_cursor() -> None:
     assert neutral("a\tb\n") == "a\tb\n"
     assert neutral("\x1b[2J\r\x08\x7f\x9b\u202e") == "␛[2J␍␈␡<U+009B><U+202E>"

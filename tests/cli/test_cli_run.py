@@ -38,6 +38,16 @@ def test_stdin_comes_after_a_blank_line_without_its_last_newline(cli) -> None:
     assert asked(llm) == "Summarize\n\n  one \ntwo \n"
 
 
+def test_what_never_ends_is_read_only_so_far(cli, monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("minicpm_cli.chat.attach.MOST", 1 << 20)
+    for done, name in (
+        (cli("run", "-f", "/dev/zero", "hi"), "/dev/zero"),
+        (cli("run", "hi", stdin=bytes(2 << 20)), "stdin"),
+    ):
+        assert done.code == 2
+        assert f"{name} has more than 1 MiB" in done.err
+
+
 def test_stdin_alone_is_the_prompt_to_the_byte(cli) -> None:
     llm = FakeLLM()
     cli("run", stdin="\ufeffThe answer is ".encode(), llm=llm)
