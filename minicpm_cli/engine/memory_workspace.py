@@ -12,7 +12,10 @@ from minicpm_cli.model.config import ModelConfig
 from minicpm_cli.model.shapes import EMBED, HEAD, is_linear, tensor_shapes
 
 SCORE_COPIES = 6  # float32 rows of logits alive at once while sampling: scores, weights, float64 sums, masks
-GPU_SCORE_COPIES = 4  # kernels filter where they read: logits, what penalties make of them, counts, the host's copy
+# Where kernels draw, counts alone, or with those in Triton also lists of two and what penalties make of the logits; where
+# the host does, the logits in float32, what penalties or a mask make of them, and counts.
+GPU_SCORE_COPIES = 4
+FLOAT_ROWS = 8  # up to so many rows of logits come in float32
 CUBLAS = 34 << 20  # bytes of torch's workspace for products on Hopper, of each stream that computes
 PREFILL_GRAPH = 2048  # tokens of the longest prompt whose step is captured
 ROTATION = 4 * 4  # bytes an element of the rotary angles: the angle, sine and cosine in float32, one on its way
@@ -114,7 +117,7 @@ def _load(cfg: ModelConfig, form: Form) -> int:
 def _capture(cfg: ModelConfig, seqs: int, form: Form) -> int:
     """The pool of the captured steps, which share the activations of the largest one and a stream of their own."""
     block = max(seqs, PREFILL_GRAPH) * _block_bytes(cfg, form) + _scratch(cfg, form)
-    return CUBLAS + block + seqs * cfg.vocab * (4 + form.itemsize)
+    return CUBLAS + block + cfg.vocab * max(min(seqs, FLOAT_ROWS) * 4, seqs * form.itemsize)
 
 
 def ends_bytes(cfg: ModelConfig, itemsize: int) -> int:

@@ -151,7 +151,8 @@ class Runner:
         logits = logits.float()
         scores = biased(self.penalties.apply(logits, seqs), seqs)
         scores, refused = masked(scores, seqs)
-        tokens, peaks, ids = settle(sample(scores, rows), scores, rows)
+        kernels = None if self.pipeline is None else self.pipeline.draw.draw
+        tokens, peaks, ids = settle(sample(scores, rows, kernels), scores, rows)
         self.penalties.note(seqs, ids)
         drawn = told(plan, tokens, peaks)
         drawn.errors.update(refused)

@@ -10,7 +10,7 @@ it.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -87,10 +87,13 @@ class Draw:
     covered: Tensor  # [S] bool
 
 
-def sample(logits: Tensor, rows: Rows) -> Draw:  # [S, V] float32
-    """Draws without waiting for the device; `settle` waits and completes it."""
+Kernels = Callable[[Tensor, DrawState, None], tuple[Tensor, Tensor]]  # ids and peaks, drawn on a GPU
+
+
+def sample(logits: Tensor, rows: Rows, kernels: Kernels | None = None) -> Draw:  # [S, V] float32
+    """Draws without waiting for the device; `settle` waits and completes it. `kernels` for rows with a state, if kept."""
     if rows.state is not None:
-        return _on_gpu(logits, rows.state)
+        return _on_gpu(logits, rows.state, kernels)
     parts = [
         (group, draw)
         for group, draw in ((rows.greedy, _argmax), (rows.plain, _plain), (rows.filtered, _among_candidates))
@@ -143,10 +146,10 @@ def _state(
     return DrawState.of(layout.device(buffer.to(device)))
 
 
-def _on_gpu(logits: Tensor, state: DrawState) -> Draw:
-    from minicpm_cli.kernels.sampling import draw  # triton: only where a GPU is
+def _on_gpu(logits: Tensor, state: DrawState, kernels: Kernels | None) -> Draw:
+    from minicpm_cli.kernels.sampling import draws_for  # triton: only where a GPU is
 
-    ids, peak = draw(logits, state)
+    ids, peak = (kernels or draws_for(len(logits), logits.shape[1], logits.device))(logits, state, None)
     return Draw(ids, peak, torch.ones_like(ids, dtype=torch.bool))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from quant.kernels import targets
+from quant.kernels.nvrtc import KernelError
 
 
 class DrawState(Protocol):
@@ -94,18 +96,14 @@ def results(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def draws_for(rows: int, vocab: int, device: torch.device | str, folder: Path | None = None) -> Draws:
-    """For up to `rows` rows. In one launch on Hopper, compiled once into `folder`; elsewhere in Triton, which takes 8
-    bytes a logit for the lists between its launches."""
+    """For up to `rows` rows. In one launch on Hopper, compiled now or read from `folder`; where that fails and elsewhere in
+    Triton, which takes 8 bytes a logit for the lists between its launches."""
     device = torch.device(device)
     if targets.unavailable(device) is None:
         from minicpm_cli.kernels.sampling_cuda import CUDADraws
 
-        return Draws(CUDADraws(folder))
+        with suppress(KernelError):
+            return Draws(CUDADraws(device, folder))
     from minicpm_cli.kernels.sampling_triton import TritonDraws
 
     return Draws(TritonDraws(rows, vocab, device))
-
-
-def draw(logits: Tensor, state: DrawState) -> tuple[Tensor, Tensor]:
-    """One draw with memory of its own, if that takes any: `draws_for` keeps it."""
-    return draws_for(len(logits), logits.shape[1], logits.device)(logits, state)

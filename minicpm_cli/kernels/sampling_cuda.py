@@ -86,8 +86,9 @@ def set_call(
 class CUDADraws:
     """Takes no memory but the logits, and leaves them as they are."""
 
-    def __init__(self, folder: Path | None = None) -> None:
-        self.folder = folder
+    def __init__(self, device: torch.device, folder: Path | None = None) -> None:
+        self.kernel = kernel(device, folder)
+        self._launchers: dict[tuple[int, int], tuple[nvrtc.Launcher, Parameters]] = {}
 
     def __call__(
         self,
@@ -99,19 +100,18 @@ class CUDADraws:
         peaks: Tensor,
     ) -> None:
         """See `sampling.Draws`."""
-        rows, vocab = logits.shape
         assert logits.stride(1) == 1
         assert state is None or state.top_p.dtype == torch.float64
-        launcher, p = _launcher(rows, vocab, logits.device, self.folder)
+        launcher, p = self._launcher(*logits.shape)
         set_call(p, logits, state, penalties, allowed, ids, peaks)
         launcher(torch.cuda.current_stream(logits.device).cuda_stream)
 
-
-@functools.cache
-def _launcher(rows: int, vocab: int, device: torch.device, folder: Path | None) -> tuple[nvrtc.Launcher, Parameters]:
-    parameters, blocks = Parameters(), blocks_for(rows, vocab)
-    compiled = kernel(device, folder)
-    return compiled.launcher(rows * blocks, THREADS, SHARED_BYTES, parameters, cluster=blocks), parameters
+    def _launcher(self, rows: int, vocab: int) -> tuple[nvrtc.Launcher, Parameters]:
+        if (rows, vocab) not in self._launchers:
+            p, blocks = Parameters(), blocks_for(rows, vocab)
+            launcher = self.kernel.launcher(rows * blocks, THREADS, SHARED_BYTES, p, cluster=blocks)
+            self._launchers[rows, vocab] = launcher, p
+        return self._launchers[rows, vocab]
 
 
 @functools.cache

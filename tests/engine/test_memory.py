@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from minicpm_cli.engine.memory import Demand, MemoryOptions, MemoryPlan, plan_memory, survey_memory, what_would_fit
-from minicpm_cli.engine.memory_workspace import Form, step_bytes
+from minicpm_cli.engine.memory_workspace import Form, step_bytes, workspace
 from minicpm_cli.errors import OutOfMemory, UsageError
 from minicpm_cli.model.config import ModelConfig, RopeConfig
 
@@ -169,6 +169,8 @@ def test_workspace_grows_with_tokens_and_seats() -> None:
     form = DEMAND.form
     assert step_bytes(CFG, 1024, 1, form) > 1024 * 3 * 4096 * 2
     assert step_bytes(CFG, 1, 64, form) > 64 * 73448 * 4 * 3
+    few, many = (workspace(CFG, 1, n, form, graphs=True).capture for n in (8, 2000))  # as long as a captured prompt
+    assert many - few == (2000 * 2 - 8 * 4) * 73448  # logits in the model's type, of few rows in float32
 
 
 def test_planning_needs_no_torch() -> None:
