@@ -12,7 +12,7 @@ from minicpm_cli.model.config import ModelConfig
 from minicpm_cli.model.shapes import EMBED, HEAD, is_linear, tensor_shapes
 
 SCORE_COPIES = 6  # float32 rows of logits alive at once while sampling: scores, weights, float64 sums, masks
-# Where kernels draw, counts alone, or with those in Triton also lists of two and what penalties make of the logits; where
+# Where kernels draw, counts alone; with those in Triton also two of lists and what penalties make of the logits. Where
 # the host does, the logits in float32, what penalties or a mask make of them, and counts.
 GPU_SCORE_COPIES = 4
 FLOAT_ROWS = 8  # up to so many rows of logits come in float32

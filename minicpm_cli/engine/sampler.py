@@ -91,7 +91,7 @@ Kernels = Callable[[Tensor, DrawState, None], tuple[Tensor, Tensor]]  # ids and 
 
 
 def sample(logits: Tensor, rows: Rows, kernels: Kernels | None = None) -> Draw:  # [S, V] float32
-    """Draws without waiting for the device; `settle` waits and completes it. `kernels` for rows with a state, if kept."""
+    """Draws without waiting for the device; `settle` waits and completes it. `kernels`: for rows with a state."""
     if rows.state is not None:
         return _on_gpu(logits, rows.state, kernels)
     parts = [

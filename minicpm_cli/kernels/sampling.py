@@ -96,8 +96,8 @@ def results(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def draws_for(rows: int, vocab: int, device: torch.device | str, folder: Path | None = None) -> Draws:
-    """For up to `rows` rows. In one launch on Hopper, compiled now or read from `folder`; where that fails and elsewhere in
-    Triton, which takes 8 bytes a logit for the lists between its launches."""
+    """For up to `rows` rows. In one launch on Hopper, compiled now or read from `folder`; elsewhere, and where that
+    fails, in Triton, which takes 8 bytes a logit for the lists between its launches."""
     device = torch.device(device)
     if targets.unavailable(device) is None:
         from minicpm_cli.kernels.sampling_cuda import CUDADraws
