@@ -39,6 +39,7 @@ class LLM:
     def __init__(self, prompter: Prompter, engine: Engine, info: LLMInfo, watch: Watch | None = None) -> None:
         self._prompter, self._engine, self.info, self._watch = prompter, engine, info, watch
         self.defaults: SamplingParams = prompter.defaults
+        self.open_texts: Callable[[], Prompter] | None = None
 
     @classmethod
     def open(
@@ -73,7 +74,9 @@ class LLM:
         if checkpoint.adapter and (told := checkpoint.adapter.note(files.name, options.model, files.path.name)):
             notes = (*notes, told)
         scheme = KVFormat.of(options.kv_dtype, dtype_name(dtype)).beside(info.scheme)
-        return cls(prompter, opened.engine, replace(info, scheme=scheme, notes=notes), opened.watch)
+        llm = cls(prompter, opened.engine, replace(info, scheme=scheme, notes=notes), opened.watch)
+        llm.open_texts = partial(Prompter.open, options, files)
+        return llm
 
     @property
     def speculated(self) -> Speculated:
@@ -105,10 +108,10 @@ class LLM:
         self._engine.abort(request_id)
 
     def plain_ids(self, text: str) -> list[int]:
-        return self._prompter.tokenizer.encode(text, control=False)
+        return self._prompter.plain_ids(text)
 
     def token_bytes(self, ident: int) -> bytes:
-        return self._prompter.tokenizer.piece(ident)
+        return self._prompter.token_bytes(ident)
 
     def encoded(self, request: Request) -> Request:
         return self._prompter.encoded(request)

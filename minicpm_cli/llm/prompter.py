@@ -132,6 +132,13 @@ class Prompter:
     def prompt(self, request: Request) -> list[int]:
         return self.build(request).ids
 
+    def plain_ids(self, text: str) -> list[int]:
+        """The tokens of a text without a template and without the token that begins a prompt."""
+        return self.tokenizer.encode(text, control=False)
+
+    def token_bytes(self, ident: int) -> bytes:
+        return self.tokenizer.piece(ident)
+
     def pieces(self, ids: Sequence[int]) -> list[tuple[int, str]]:
         return show_prompt(self.tokenizer, ids)
 

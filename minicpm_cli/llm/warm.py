@@ -32,6 +32,14 @@ def warm_up(device: str) -> threading.Thread | None:
     return thread
 
 
+def has_driver() -> bool:
+    """Whether there is a GPU's driver: a GPU is likely then."""
+    with suppress(OSError):
+        ctypes.CDLL(_DRIVER)
+        return True
+    return False
+
+
 @contextmanager
 def without_collector() -> Iterator[None]:
     """For imports, which make no garbage: looking for it takes an eighth of torch's, and all over again later."""

@@ -9,7 +9,7 @@ from array import array
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
@@ -22,9 +22,10 @@ from minicpm_cli.errors import MinicpmError
 from minicpm_cli.server import asked as given
 from minicpm_cli.server.answer import Answer, Form
 from minicpm_cli.server.drain import Drain
+from minicpm_cli.server.engine_thread import EngineThread
 from minicpm_cli.server.faults import FAILED, Fault, Refused, fault_of, invalid, refused
 from minicpm_cli.server.guard import Guard
-from minicpm_cli.server.loop import EngineLoop
+from minicpm_cli.server.loop import Engine, EngineLoop
 from minicpm_cli.server.metrics import Metrics
 from minicpm_cli.server.schema import (
     ChatRequest,
@@ -39,7 +40,7 @@ from minicpm_cli.server.schema import (
     TokenizeRequest,
     Tokens,
 )
-from minicpm_cli.server.served import Served
+from minicpm_cli.server.served import Fronted, Limits, Served
 from minicpm_cli.server.shapes import ChatShape, CompletionShape, Head, Shape
 from minicpm_cli.types import Request, SamplingParams
 
@@ -58,29 +59,25 @@ _STREAM: dict[int | str, dict[str, Any]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """`max_body` bytes of a request, `max_queue` requests in line, `patience` seconds to finish them at the end."""
-
-    max_body: int = 16 * 2**20
-    max_queue: int = 1024
-    patience: float = 300.0
-
-
 @dataclass
 class Service:
-    """One model and who asks it. `names` are what clients may call it, the first one what it is called."""
+    """One model and who asks it. `names` are what clients may call it, the first one what it is called.
 
-    llm: Served
+    Without `engine_behind` it is `llm` itself that runs requests, in a thread of this process.
+    """
+
+    llm: Fronted
     names: Sequence[str]
     defaults: SamplingParams
     limits: Limits = field(default_factory=Limits)
     api_key: str | None = None
+    engine_behind: Engine | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
         self.metrics = Metrics(self.llm)
-        self.engine = EngineLoop(self.llm, self.limits.max_queue, self.metrics.hear)
+        engine = self.engine_behind or EngineThread(cast("Served", self.llm))
+        self.engine = EngineLoop(engine, self.limits.max_queue, self.metrics.hear)
         self.drain = Drain(self.limits.patience)
 
     def check_model(self, name: str | None) -> None:

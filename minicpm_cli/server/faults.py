@@ -43,6 +43,9 @@ class Refused(Exception):
         super().__init__(fault.message)
         self.fault = fault
 
+    def __reduce__(self) -> tuple[type[Refused], tuple[Fault]]:
+        return Refused, (self.fault,)
+
 
 def refused(status: int, message: str, code: str | None = None, param: str | None = None) -> Refused:
     return Refused(Fault(status, message, code, param))

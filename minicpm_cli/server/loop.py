@@ -1,25 +1,48 @@
-"""One engine for all clients: its loop has a thread of its own, requests go in and events come out between steps."""
+"""One engine for all clients: requests go in and events come out, in the thread of the event loop."""
 
 from __future__ import annotations
 
 import asyncio
-import sys
-import threading
 import time
-import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from collections.abc import Callable, Sequence
 from math import ceil
+from typing import Protocol
 
 from minicpm_cli.errors import MinicpmError, RequestError
 from minicpm_cli.server.inbox import Inbox
-from minicpm_cli.server.served import Served
 from minicpm_cli.types import Event, Request
 
-_FAILURES = 3  # of the loop itself, with no request finished between them, before the server gives up
 _RATE_WINDOW = 64  # requests that finished, by which a waiting time is guessed
 _LONGEST_WAIT = 60  # seconds that a client is told to wait at the most
+
+
+class Engine(Protocol):
+    """Runs requests somewhere else: in a thread, or in another process. Ids are never used twice."""
+
+    @property
+    def waiting(self) -> int:
+        """Requests that the model has not begun to look at."""
+        ...
+
+    @property
+    def dead(self) -> bool:
+        """It has failed too often, and takes no more."""
+        ...
+
+    def start(self, tell: Callable[[Event], None]) -> None:
+        """`tell` is given every event, in a thread of the engine's."""
+        ...
+
+    def put(self, requests: Sequence[Request]) -> None: ...
+
+    def cancel(self, ident: str) -> None:
+        """Its last event says "cancelled", unless it has had its last event."""
+        ...
+
+    def stop(self) -> None:
+        """Waits until nothing runs any more: cancel first. No event is told after that."""
+        ...
 
 
 class Busy(MinicpmError):
@@ -31,44 +54,38 @@ class Busy(MinicpmError):
 
 
 class EngineLoop:
-    """`heard` is told each event of a known request, with its inbox, in the thread of the event loop.
+    """`heard` is told each event of a known request, with its inbox.
 
-    `submit`, `cancel` and `stop` belong to that thread, too.
+    All of it belongs to the event loop's thread, but for `stop`, which waits.
     """
 
     def __init__(
-        self, llm: Served, max_queue: int, heard: Callable[[Event, Inbox], None] = lambda event, inbox: None
+        self, engine: Engine, max_queue: int, heard: Callable[[Event, Inbox], None] = lambda event, inbox: None
     ) -> None:
-        self._llm, self._heard, self.max_queue = llm, heard, max_queue
-        self._pending: deque[Request] = deque()
-        self._running: set[str] = set()  # pulled by the engine, not finished
-        self._changed = threading.Condition()
-        self._closed = self.dead = False
-        self._failures = 0
+        self._engine, self._heard, self.max_queue = engine, heard, max_queue
         self._inboxes: dict[str, Inbox] = {}
         self._outbox: deque[Event] = deque()
         self._told = False  # the event loop will look into the outbox
         self._ends: deque[float] = deque(maxlen=_RATE_WINDOW)
         self._events: asyncio.AbstractEventLoop | None = None
-        self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
 
     def start(self, events: asyncio.AbstractEventLoop) -> None:
         self._events = events
-        self._thread.start()
+        self._engine.start(self._tell)
 
     def stop(self) -> None:
-        """Cuts what still runs off, and waits for the thread."""
+        """Cuts what still runs off, and waits for its end."""
         for ident in list(self._inboxes):
-            self._cancel(ident)
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-        if self._thread.ident is not None:
-            self._thread.join()
+            self._engine.cancel(ident)
+        self._engine.stop()
+
+    @property
+    def dead(self) -> bool:
+        return self._engine.dead
 
     @property
     def waiting(self) -> int:
-        return len(self._pending)
+        return self._engine.waiting
 
     @property
     def unfinished(self) -> int:
@@ -80,85 +97,29 @@ class EngineLoop:
             raise RequestError(
                 "bad_parameter", f"the call asks for {count} answers; at most {self.max_queue} may wait in the queue"
             )
-        if len(self._pending) + count > self.max_queue:
-            raise Busy(len(self._pending), self._wait_seconds())
+        if (waiting := self.waiting) + count > self.max_queue:
+            raise Busy(waiting, self._wait_seconds(waiting))
 
     def submit(self, requests: Sequence[Request]) -> Inbox:
         """Puts requests, whose ids nobody else has, in line. Raises as `check_room`."""
         self.check_room(len(requests))
         inbox = Inbox([request.id for request in requests])
         self._inboxes.update((request.id, inbox) for request in requests)
-        with self._changed:
-            self._pending.extend(requests)
-            self._changed.notify_all()
+        self._engine.put(requests)
         return inbox
 
     def cancel(self, inbox: Inbox) -> None:
         """Nobody reads this any more: what is not finished is dropped, its pages before the next step."""
         for ident in tuple(inbox.open):
-            self._cancel(ident)
+            self._engine.cancel(ident)
             if self._inboxes.pop(ident, None) is not None:
                 self._heard(Event(ident, finish="cancelled"), inbox)
 
-    def _cancel(self, ident: str) -> None:
-        with self._changed:
-            waiting = next((request for request in self._pending if request.id == ident), None)
-            if waiting is not None:
-                self._pending.remove(waiting)
-        if waiting is None:
-            self._llm.cancel(ident)
-        else:
-            self._tell(Event(ident, finish="cancelled"))
-
-    def _wait_seconds(self) -> int:
+    def _wait_seconds(self, waiting: int) -> int:
         """How long the queue takes at the pace of the last requests."""
         if len(self._ends) < 2 or (span := self._ends[-1] - self._ends[0]) <= 0:
             return 1
-        return min(_LONGEST_WAIT, max(1, ceil(len(self._pending) * span / (len(self._ends) - 1))))
-
-    # ---- the engine's thread --------------------------------------------------------------------------------------
-
-    def _work(self) -> None:
-        while not self._closed and not self.dead:
-            try:
-                with closing(self._llm.stream(self._requests())) as events:
-                    for event in events:
-                        self._take(event)
-            except Exception as error:  # noqa: BLE001 - a defect of one step must not end the server
-                self._failed(error)
-
-    def _requests(self) -> Iterator[Request | None]:
-        """The engine's source: waits while nothing runs, and has None for it while something does."""
-        while True:
-            with self._changed:
-                while not (self._pending or self._running or self._closed):
-                    self._changed.wait()
-                if self._closed:
-                    return
-                request = self._pending.popleft() if self._pending else None
-                if request is not None:
-                    self._running.add(request.id)
-            yield request
-
-    def _take(self, event: Event) -> None:
-        if event.finish is not None:
-            with self._changed:
-                self._running.discard(event.id)
-            self._failures = 0
-        self._tell(event)
-
-    def _failed(self, error: Exception) -> None:
-        """Every request in the engine ends with what ended the loop; the next ones find a fresh loop."""
-        traceback.print_exception(error, file=sys.stderr)
-        self._failures += 1
-        with self._changed:
-            lost, self._running = self._running, set()
-            if self._failures >= _FAILURES:
-                self.dead = True
-                lost |= {request.id for request in self._pending}
-                self._pending.clear()
-        for ident in lost:
-            self._tell(Event(ident, finish="error", error=error))
+        return min(_LONGEST_WAIT, max(1, ceil(waiting * span / (len(self._ends) - 1))))
 
     # ---- between the threads --------------------------------------------------------------------------------------
 
@@ -171,13 +132,14 @@ class EngineLoop:
 
     def _deliver(self) -> None:
         self._told = False
-        while self._outbox:
-            event = self._outbox.popleft()
-            inbox = self._inboxes.get(event.id)
+        inboxes, outbox, heard = self._inboxes, self._outbox, self._heard
+        while outbox:
+            event = outbox.popleft()
+            inbox = inboxes.get(event.id)
             if inbox is None:
                 continue
             if event.finish is not None:
-                del self._inboxes[event.id]
+                del inboxes[event.id]
                 self._ends.append(time.monotonic())
-            self._heard(event, inbox)
+            heard(event, inbox)
             inbox.put(event)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from minicpm_cli.server.inbox import Inbox
 from minicpm_cli.server.loop import EngineLoop
-from minicpm_cli.server.served import Served
+from minicpm_cli.server.served import Fronted
 from minicpm_cli.types import Event
 
 _FIRST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)  # seconds
@@ -49,7 +49,7 @@ class Histogram:
 class Metrics:
     """`hear` and `tick` are called in the thread of the event loop."""
 
-    def __init__(self, llm: Served) -> None:
+    def __init__(self, llm: Fronted) -> None:
         self._llm = llm
         self._finished: Counter[str] = Counter()
         self._answered: Counter[tuple[str, int]] = Counter()

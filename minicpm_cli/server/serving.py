@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import errno
+import asyncio
 import logging
 import socket
 import sys
@@ -13,7 +13,8 @@ import uvicorn
 from starlette.concurrency import run_in_threadpool
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-from minicpm_cli.errors import MinicpmError, UsageError
+from minicpm_cli.errors import MinicpmError
+from minicpm_cli.server.address import address_of
 from minicpm_cli.server.app import Service, build_app
 from minicpm_cli.server.outlet import with_outlets
 
@@ -23,32 +24,6 @@ _KEEP_ALIVE = 65  # seconds that an idle connection stays open: longer than clie
 _LAST_BYTES = 5  # seconds for clients to read what is written, when all requests are done
 _BACKLOG = 2048
 _TICKS = 10  # a second
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """The address is taken before the model is loaded. Raises UsageError."""
-    sock = None
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, kind, proto, _, address = found[0]
-        sock = socket.socket(family, kind, proto)
-        if sys.platform != "win32":
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(address)
-    except OSError as error:
-        if sock is not None:
-            sock.close()
-        advice = "Another program listens there; --port 0 takes a free one." if error.errno == errno.EADDRINUSE else ""
-        raise UsageError(f"cannot serve at {host} port {port}: {error.strerror or error}. {advice}".rstrip()) from None
-    return sock
-
-
-def address_of(sock: socket.socket) -> str:
-    """http://HOST:PORT, as a client on this machine writes it."""
-    host, port = sock.getsockname()[:2]
-    if host in ("0.0.0.0", "::"):
-        host = "127.0.0.1"
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 class Serving(uvicorn.Server):
@@ -71,6 +46,7 @@ class Serving(uvicorn.Server):
         )
         self._service, self._say = service, say
         self._address = ""
+        self._loop: asyncio.AbstractEventLoop | None = None
         self.cut = False  # requests were left unfinished
 
     def go(self, sock: socket.socket) -> None:
@@ -88,12 +64,18 @@ class Serving(uvicorn.Server):
             )
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
         info = self._service.llm.info
         self._say(
             f"{self._service.names[0]} is served at {self._address}/v1: {info.max_seqs} requests at once, "
             f"{info.context:,} tokens of context. Ctrl-C stops."
         )
+
+    def signalled(self, number: int) -> None:
+        """As if this process had got the signal; from any thread, once it has started."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self.handle_exit, number, None)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """uvicorn would stop listening at once, and new clients would find nobody to tell them why."""

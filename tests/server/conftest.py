@@ -14,8 +14,10 @@ import pytest
 from openai import OpenAI
 
 from fakes import FakeLLM
-from minicpm_cli.server.app import Limits, Service
-from minicpm_cli.server.serving import Serving, address_of, bind
+from minicpm_cli.server.address import address_of, bind
+from minicpm_cli.server.app import Service
+from minicpm_cli.server.served import Limits
+from minicpm_cli.server.serving import Serving
 
 JSON = {"Content-Type": "application/json"}
 

@@ -16,7 +16,7 @@ import pytest
 
 from fakes import FakeLLM
 from minicpm_cli.errors import MinicpmError, UsageError
-from minicpm_cli.server.serving import address_of, bind
+from minicpm_cli.server.address import address_of, bind
 
 HELLO = [{"role": "user", "content": "hello"}]
 CHAT = "/v1/chat/completions"
