@@ -6,14 +6,17 @@ from typing import Annotated
 
 import typer
 
-from minicpm_cli.cli.options import LOAD, MODEL, OUTPUT, Flags, examples, takes
+from minicpm_cli.cli.options import LOAD, MODEL, OUTPUT, SERVER, Flags, examples, takes
 from minicpm_cli.cli.runtime import Invocation
+from minicpm_cli.errors import UsageError
+from minicpm_cli.settings import Settings
 
 _EXAMPLES = examples(
     "minicpm bench -m demo",
     "minicpm bench --shape minicpm4-0.5b decode ttft2048 --json",
     "minicpm bench --shape minicpm-2b throughput --quantize w4 --head-bits 8 --requests 256",
     "minicpm bench -m demo decode --against transformers",
+    "minicpm bench --server http://127.0.0.1:8000 --streams 256",
 )
 _WORKLOADS = "decode, decode-long, ttft128, ttft2048, batch16, batch64, throughput, help, load, kernels"
 
@@ -22,7 +25,7 @@ def register(app: typer.Typer) -> None:
     app.command("bench", epilog=_EXAMPLES)(bench)
 
 
-@takes(MODEL, LOAD, OUTPUT)
+@takes(MODEL, LOAD, SERVER, OUTPUT)
 def bench(
     context: typer.Context,
     workloads: Annotated[list[str] | None, typer.Argument(help=f"{_WORKLOADS}; none: those up to batch64.")] = None,
@@ -35,15 +38,54 @@ def bench(
         str | None, typer.Option(help="Measure another engine too: transformers.", metavar="ENGINE")
     ] = None,
     requests: Annotated[
-        int | None, typer.Option(help="Of throughput, in the place of 1024.", metavar="N", show_default=False)
+        int | None,
+        typer.Option(
+            help="Of throughput, in the place of 1024; of a server, in the place of 4 a stream.",
+            metavar="N",
+            show_default=False,
+        ),
+    ] = None,
+    streams: Annotated[
+        int | None,
+        typer.Option(
+            help="Streams at once that a server is asked for, with the requests of throughput; 64.",
+            metavar="N",
+            show_default=False,
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON record a row.")] = False,
     flags: Flags,
 ) -> None:
-    """Measure the speed on this machine."""
+    """Measure the speed on this machine; with --server that of a server, as its clients see it."""
     from minicpm_cli.bench.command import BenchOptions, run_bench
 
     invocation: Invocation = context.obj
     settings = invocation.configure(flags)
+    if streams is not None or flags["server"] is not None:
+        _served(invocation, settings, workloads or [], streams, requests, as_json=as_json)
+        return
     options = BenchOptions(settings.options, shape, tuple(workloads or ()), repeats, against, as_json, requests)
     run_bench(options, settings, invocation.terminal.out, invocation.terminal.err)
+
+
+def _served(
+    invocation: Invocation,
+    settings: Settings,
+    workloads: list[str],
+    streams: int | None,
+    requests: int | None,
+    *,
+    as_json: bool,
+) -> None:
+    from minicpm_cli.bench.load import STREAMS, LoadOptions, measure_load
+
+    options, terminal = settings.options, invocation.terminal
+    if options.server is None:
+        raise UsageError("--streams is for a server: say which one with --server URL (minicpm serve starts one)")
+    if workloads:
+        raise UsageError(f"a server is asked for streams alone; leave {' '.join(workloads)} out, or --server")
+    model = None if settings.model_is_default else options.model
+    asked = LoadOptions(options.server, streams or STREAMS, requests, options.api_key, model)
+    load = measure_load(asked.checked(), terminal.note)
+    for line in [load.to_json()] if as_json else load.lines():
+        print(line, file=terminal.out, flush=True)

@@ -93,6 +93,15 @@ class Wire:
         with self._call("POST", path, body) as (connection, response):
             yield Lines(connection, response)
 
+    def raw_post(self, path: str) -> tuple[tuple[str, int], bytes]:
+        """Where to connect, and the head of a POST without the length of its body. Raises UsageError for https."""
+        parts = urlsplit(self.url if "://" in self.url else f"http://{self.url}")
+        if self._secure or not parts.hostname:
+            raise UsageError(f"--server is {self.url!r}; what is measured must speak plain http")
+        fields = {"Host": self._host, **self._headers}
+        lines = [f"POST {self._base}{path} HTTP/1.1", *(f"{name}: {value}" for name, value in fields.items())]
+        return (parts.hostname, parts.port or http.client.HTTP_PORT), ("\r\n".join(lines) + "\r\n").encode()
+
     @contextmanager
     def _call(
         self, method: str, path: str, body: Mapping[str, Any] | None
