@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import time
 from collections.abc import Mapping
@@ -11,20 +10,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from minicpm_cli.batch.keys import key_hash
+from minicpm_cli.batch.logprobs import TokenTexts
 from minicpm_cli.batch.records import Row, RowError
 from minicpm_cli.text.tools import as_json, gathered
 from minicpm_cli.types import Event, FinishReason, Logprob, ToolCallDelta, Usage
 
 # What str.splitlines() of a careless reader would split on, and what UTF-8 cannot hold.
 _ESCAPED = re.compile("[\x85\u2028\u2029\ud800-\udfff]")
-_LEAST_LOGPROB = -9999.0  # JSON has no -inf; OpenAI writes this number
 
 _Json = dict[str, Any]
 
 
 @dataclass(slots=True)
 class Answer:
-    """The events of one row, gathered."""
+    """The events of one row, gathered. `texts` are those of the model's tokens."""
 
     text: list[str] = field(default_factory=list)
     think: list[str] = field(default_factory=list)
@@ -32,6 +31,7 @@ class Answer:
     finish: FinishReason | None = None
     usage: Usage = Usage(0, 0)  # noqa: RUF009 (frozen)
     pieces: list[ToolCallDelta] = field(default_factory=list)
+    texts: TokenTexts = field(default_factory=TokenTexts)
 
     def add(self, event: Event) -> None:
         if event.text:
@@ -81,7 +81,7 @@ def _simple(row: Row, answer: Answer, model: str, seed: int) -> _Json:
         "cached_tokens": usage.cached_tokens,
     }
     if row.given.get("logprobs") is not None or answer.logprobs:
-        out["logprobs"] = [_plain_logprob(p) for p in answer.logprobs]
+        out["logprobs"] = answer.texts.simple(answer.logprobs)
     return out
 
 
@@ -122,38 +122,12 @@ def _chat_choice(answer: Answer) -> _Json:
         message["tool_calls"] = as_json(calls)
     if answer.think:
         message["reasoning_content"] = "".join(answer.think)
-    logprobs = {"content": [_chat_logprob(p) for p in answer.logprobs]} if answer.logprobs else None
+    logprobs = answer.texts.chat(answer.logprobs) if answer.logprobs else None
     return {"index": 0, "message": message, "logprobs": logprobs, "finish_reason": answer.finish}
 
 
 def _text_choice(answer: Answer) -> _Json:
     """A raw prompt's thinking, if the model thinks unasked, is part of its text."""
     text = "".join(answer.think) + "".join(answer.text)
-    logprobs = _text_logprobs(answer.logprobs) if answer.logprobs else None
+    logprobs = answer.texts.completion(answer.logprobs) if answer.logprobs else None
     return {"index": 0, "text": text, "logprobs": logprobs, "finish_reason": answer.finish}
-
-
-def _token(number: int) -> str:
-    """Events carry token numbers, not their text; the notation is vLLM's return_tokens_as_token_ids."""
-    return f"token_id:{number}"
-
-
-def _finite(logprob: float) -> float:
-    return logprob if math.isfinite(logprob) else _LEAST_LOGPROB
-
-
-def _plain_logprob(p: Logprob) -> _Json:
-    return {"token": p.token, "logprob": _finite(p.logprob), "top": [[t, _finite(v)] for t, v in p.top]}
-
-
-def _chat_logprob(p: Logprob) -> _Json:
-    top = [{"token": _token(t), "logprob": _finite(v), "bytes": None} for t, v in p.top]
-    return {"token": _token(p.token), "logprob": _finite(p.logprob), "bytes": None, "top_logprobs": top}
-
-
-def _text_logprobs(logprobs: list[Logprob]) -> _Json:
-    return {
-        "tokens": [_token(p.token) for p in logprobs],
-        "token_logprobs": [_finite(p.logprob) for p in logprobs],
-        "top_logprobs": [{_token(t): _finite(v) for t, v in p.top} for p in logprobs],
-    }

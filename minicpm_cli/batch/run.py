@@ -13,6 +13,7 @@ from minicpm_cli.batch.feed import Feed
 from minicpm_cli.batch.files import STREAM, is_plain, write_json
 from minicpm_cli.batch.job import Job, open_job, record_model
 from minicpm_cli.batch.keys import row_seed
+from minicpm_cli.batch.logprobs import TokenTexts
 from minicpm_cli.batch.options import BatchOptions
 from minicpm_cli.batch.order import AsFinished, InOrder
 from minicpm_cli.batch.output import Answer, answer_row, error_row
@@ -202,8 +203,11 @@ class _Run:
                 yield None
             else:
                 request = item.request
-                self._open[request.id] = _Open(item.row, request.params.seed or 0, item.chain)
+                self._open[request.id] = _Open(item.row, request.params.seed or 0, item.chain, self._nothing_yet())
                 yield request
+
+    def _nothing_yet(self) -> Answer:
+        return Answer(texts=TokenTexts(self._llm.token_bytes)) if self._llm is not None else Answer()
 
     # ---- answers out ----------------------------------------------------------------------------------------------
 

@@ -115,6 +115,9 @@ class Fleet:
     def prompt(self, request: Request) -> list[int]:
         return self._prompter.prompt(request)
 
+    def token_bytes(self, ident: int) -> bytes:
+        return self._prompter.token_bytes(ident)
+
     def pieces(self, ids: Sequence[int]) -> list[tuple[int, str]]:
         return self._prompter.pieces(ids)
 

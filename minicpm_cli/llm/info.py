@@ -109,6 +109,10 @@ class LanguageModel(Prompts, Protocol):
         """The most that torch has held of the GPU's memory; None on a CPU."""
         ...
 
+    def token_bytes(self, ident: int) -> bytes:
+        """What a token writes; it may be a part of a character."""
+        ...
+
     def encoded(self, request: Request) -> Request:
         """`request` with its tokens, which `stream` need not make any more. From any thread. Raises as `prompt`."""
         ...

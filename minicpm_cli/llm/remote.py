@@ -82,6 +82,9 @@ class RemoteLLM:
         except (Refusal, KeyError):
             return [(i, "") for i in ids]
 
+    def token_bytes(self, ident: int) -> bytes:
+        return self.pieces([ident])[0][1].encode()
+
     def stream(self, requests: Iterable[Request | None]) -> Generator[Event]:
         """A thread for each request on its way."""
         source, events, running, calls = iter(requests), queue.SimpleQueue[Event | _Ended](), 0, _Calls()

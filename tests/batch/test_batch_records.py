@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from minicpm_cli.batch.keys import HashSet, id_key, key_hash, repeated, row_seed
 from minicpm_cli.batch.lines import Line, read_lines
+from minicpm_cli.batch.logprobs import TokenTexts
 from minicpm_cli.batch.output import Answer, answer_row, encode, error_row
 from minicpm_cli.batch.records import CODES, Row, Style, parse
 from minicpm_cli.types import Event, Logprob, Message, Usage
@@ -208,7 +209,7 @@ def test_extra_keys_pass_through() -> None:
 
 
 def test_answers() -> None:
-    answer = Answer()
+    answer = Answer(texts=TokenTexts({4: b"yes", 9: b"\xe4"}.__getitem__))
     for event in (
         Event("1", "hm", "think"),
         Event("1", "yes", logprobs=(Logprob(4, -0.5, ((4, -0.5), (9, float("-inf")))),)),
@@ -223,7 +224,9 @@ def test_answers() -> None:
         "finish_reason": "length",
         "seed": 11,
         "usage": {"prompt_tokens": 3, "completion_tokens": 2, "cached_tokens": 1},
-        "logprobs": [{"token": 4, "logprob": -0.5, "top": [[4, -0.5], [9, -9999.0]]}],
+        "logprobs": [
+            {"token": 4, "text": "yes", "logprob": -0.5, "top": [[4, -0.5, "yes"], [9, -9999.0, "\\xe4"]]},
+        ],
     }
     out = json.loads(answer_row(parsed(chat()), answer, "m", 11))
     assert (out["custom_id"], out["error"], out["response"]["status_code"]) == ("a", None, 200)
@@ -232,6 +235,17 @@ def test_answers() -> None:
     assert body["choices"][0]["message"] == {"role": "assistant", "content": "yes!", "reasoning_content": "hm"}
     assert body["choices"][0]["finish_reason"] == "length"
     assert body["usage"]["total_tokens"] == 5
+    yes, part = {"token": "yes", "logprob": -0.5, "bytes": [121, 101, 115]}, {"logprob": -9999.0, "bytes": [0xE4]}
+    tops = [yes, part | {"token": "\\xe4"}]
+    assert body["choices"][0]["logprobs"] == {"content": [yes | {"top_logprobs": tops}], "refusal": None}
+    line = {"custom_id": "c", "url": "/v1/completions", "body": {"prompt": "once", "logprobs": 2}}
+    found = json.loads(answer_row(parsed(line), answer, "m", 11))["response"]["body"]["choices"][0]["logprobs"]
+    assert found == {
+        "tokens": ["yes"],
+        "token_logprobs": [-0.5],
+        "top_logprobs": [{"yes": -0.5, "\\xe4": -9999.0}],
+        "text_offset": [0],
+    }
 
 
 def test_seeds_and_hash_sets() -> None:
