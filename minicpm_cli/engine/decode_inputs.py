@@ -150,10 +150,12 @@ class DecodeHost:
         slots += offset
 
     def _fill_draws(self, host: Arrays, seqs: list[Sequence], count: int) -> None:
-        used = len(seqs)
-        if self._drawn[1] != seqs:
+        used, before = len(seqs), self._drawn[1]
+        if before != seqs:
             self._drawn = count, seqs
-            fill_draws(host, seqs, self.penalties)
+            same = next((row for row, (old, seq) in enumerate(zip(before, seqs, strict=False)) if old is not seq), None)
+            first = min(len(before), used) if same is None else same
+            fill_draws({name: host[name][first:] for name in ROW}, seqs[first:], self.penalties)
             host["temperature"][used:], host["seat"][used:] = 0, -1
-            self._first[:used] = [seq.prompt_length for seq in seqs]
+            self._first[first:used] = [seq.prompt_length for seq in seqs[first:]]
         np.subtract(host["positions"][:used], self._first[:used] - 1, out=host["index"][:used])

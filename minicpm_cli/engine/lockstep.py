@@ -26,7 +26,7 @@ class Lockstep:
         requests = [seq.request for seq in self.seqs]
         self._last = min(map(_left, self.seqs, self.first))
         self._ends = frozenset[int]().union(*{request.eos_ids for request in requests})
-        self._heard = any(request.sink or request.mask for request in requests)
+        self._heard = any(seq.heard for seq in self.seqs)
         self._ids = [request.id for request in requests]
         self._tokens = [seq.tokens for seq in self.seqs]
         self._rows: list[list[int]] = [[] for _ in range(page_size)]  # by where in a page their first place is

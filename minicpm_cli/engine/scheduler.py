@@ -277,15 +277,18 @@ class Scheduler:
 
     def _append(self, seq: Sequence, token: int, logprob: Logprob | None, now: float) -> TokenEvent:
         """Takes a drawn token in and sees whether it is the last one."""
-        seq.tokens.append(token)
+        tokens, request = seq.tokens, seq.request
+        tokens.append(token)
         if seq.first_token is None:
             seq.first_token = now
+        if not seq.heard and len(tokens) < seq.end and token not in request.eos_ids:
+            return new(TokenEvent, (request.id, token, logprob, None, None, None, None))
         try:
             finish = seq.verdict(token)
         except Exception as error:  # noqa: BLE001 - whatever a request's own sink or mask raises ends that request only
             return self._end(seq, "error", now, error=error)
         if finish is None:
-            return new(TokenEvent, (seq.request.id, token, logprob, None, None, None, None))
+            return new(TokenEvent, (request.id, token, logprob, None, None, None, None))
         return self._end(seq, finish, now, token, logprob)
 
     def _end(

@@ -122,8 +122,8 @@ class Sequence:
     was launched, not yet known here. The steps launched compute the first `planned` of them. The first `sealed` pages
     are in the prefix cache. `run` is the first page while all pages are consecutive, else -1; `version` counts the
     changes of `pages`. `row` is where the last step that was launched draws the next token. A `hosted` request needs
-    the host between its steps, a `masked` one before each draw. `draft` is what a step in flight takes to follow
-    `tokens`; what it drew says how far that is right.
+    the host between its steps, a `masked` one before each draw; a `heard` one tells a sink or a mask. `draft` is what a
+    step in flight takes to follow `tokens`; what it drew says how far that is right.
     """
 
     request: EngineRequest
@@ -137,6 +137,7 @@ class Sequence:
     penalised: bool = field(init=False)
     hosted: bool = field(init=False)
     masked: bool = field(init=False)
+    heard: bool = field(init=False)
     greedy: bool = field(init=False)
     foreseeable: bool = field(init=False)
     lookup: Lookup | None = None
@@ -163,6 +164,7 @@ class Sequence:
         self.greedy = params.temperature == 0 or params.top_k == 1 or params.top_p == 0
         self.hosted = params.logprobs is not None or bool(params.logit_bias)
         self.masked = self.request.mask is not None
+        self.heard = bool(self.request.sink or self.request.mask)
         self.foreseeable = not self.hosted and not self.masked and not self.penalised
 
     @property
