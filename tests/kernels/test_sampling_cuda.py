@@ -8,8 +8,11 @@ from sampling_emulated import Emulated, library
 from test_sampling import PARAMS, assert_drawn, state_of
 
 from minicpm_cli.kernels import sampling_cuda
-from minicpm_cli.kernels.sampling import Draws
+from minicpm_cli.kernels.sampling import Draws, draws_for
+from minicpm_cli.kernels.sampling_triton import TritonDraws
 from minicpm_cli.types import SamplingParams
+from quant.kernels import targets
+from quant.kernels.nvrtc import KernelError
 
 MANY = [
     SamplingParams(top_p=0.8),
@@ -65,3 +68,12 @@ def test_as_it_is_launched() -> None:
 )
 def test_blocks_are_as_many_as_run_at_once(rows: int, vocab: int, blocks: int) -> None:
     assert sampling_cuda.blocks_for(rows, vocab) == blocks
+
+
+def test_triton_draws_where_it_does_not_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    def kernel(*_: object) -> None:
+        raise KernelError("a driver that is older than the compiler")
+
+    monkeypatch.setattr(targets, "unavailable", lambda _: None)
+    monkeypatch.setattr(sampling_cuda, "kernel", kernel)
+    assert isinstance(draws_for(2, 300, "cpu").kernels, TritonDraws)
