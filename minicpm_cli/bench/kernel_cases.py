@@ -23,6 +23,7 @@ from minicpm_cli.model.mlp import make_mlp
 from minicpm_cli.model.quantizing_source import QuantizingSource
 from minicpm_cli.model.shapes import HEAD, is_absorbed, is_linear, tensor_shapes
 from minicpm_cli.model.weights import Weights
+from quant.layers.plain import ROWS as BLOCK
 from quant.linear import Linear, make_linear
 from quant.rtn import rtn
 
@@ -211,12 +212,13 @@ class Sizes:
         return [self.random(TOKENS, columns) for _ in range(count)]
 
     def sampling(self) -> list[Case]:
-        """64 rows with temperature and top-p; the logits' bytes count once."""
+        """64 rows with temperature and top-p; the bytes of the logits, as the head leaves them, count once."""
         from minicpm_cli.kernels.sampling import draws_for
 
         rows = 64
-        logits = [torch.randn(rows, self.cfg.vocab, device=self.device) for _ in range(8)]
-        draws = draws_for(rows, self.cfg.vocab, self.device)
+        width = -(-self.cfg.vocab // BLOCK) * BLOCK
+        logits = [self.random(rows, width)[:, : self.cfg.vocab] for _ in range(8)]
+        draws = draws_for(rows, self.cfg.vocab, self.device, self.folder)
         calls = [partial(draws, x, _draw_state(rows, self.device)) for x in logits]
         return [Case(f"sampling top-p 0.8, {rows} rows", "GB/s", logits[0].nbytes, calls)]
 
