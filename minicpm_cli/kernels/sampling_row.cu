@@ -203,18 +203,21 @@ __device__ __forceinline__ void request(const Row &r, int group, Raw &raw) {
 // Each score is what float32 arithmetic makes of the logit; nothing is stored, so the logits stay the model's. Not
 // inlined: it would be a third of the code.
 __device__ __noinline__ void change(Row r, int first, float *scores) {
+    int counts[EACH], masked[EACH];
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {  // all loads are under way together
+        const int token = first + i < 0 ? 0 : min(first + i, r.vocab - 1);
+        counts[i] = r.counts ? r.counts[token] : 0;
+        masked[i] = r.allowed && !(r.allowed[token >> 5] >> (token & 31) & 1);
+    }
+#pragma unroll
     for (int i = 0; i < EACH; i++) {
-        const int token = first + i;
+        const int answered = counts[i] >> 1;
         float x = scores[i];
-        if (token < 0 || token >= r.vocab) continue;
-        if (r.counts) {
-            const int count = r.counts[token], answered = count >> 1;
-            if (count) x = x > 0.f ? __fdiv_rn(x, r.repetition) : __fmul_rn(x, r.repetition);
-            x = __fsub_rn(x, __fmul_rn((float)answered, r.frequency));
-            if (answered) x = __fsub_rn(x, r.presence);
-        }
-        if (r.allowed && !(r.allowed[token >> 5] >> (token & 31) & 1)) x = lowest();
-        scores[i] = x;
+        if (counts[i]) x = x > 0.f ? __fdiv_rn(x, r.repetition) : __fmul_rn(x, r.repetition);
+        x = __fsub_rn(x, __fmul_rn((float)answered, r.frequency));
+        if (answered) x = __fsub_rn(x, r.presence);
+        scores[i] = masked[i] ? lowest() : x;
     }
 }
 __device__ __forceinline__ void scores_of(const Row &r, int group, const Raw &raw, float (&x)[EACH]) {
