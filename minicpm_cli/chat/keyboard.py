@@ -1,11 +1,14 @@
-"""What is typed while a reply comes: it waits for the next prompt, unseen, so that it cannot break what is drawn."""
+"""What is typed: its encoding; while a reply comes it waits for the next prompt, unseen, and breaks nothing drawn."""
 
 from __future__ import annotations
 
+import codecs
+import io
 import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TextIO
 
 
 @contextmanager
@@ -65,3 +68,9 @@ def _restore(keyboard: int, attributes: list[object]) -> None:
 
     with suppress(termios.error):  # the terminal is gone
         termios.tcsetattr(keyboard, termios.TCSANOW, attributes)  # type: ignore[arg-type]
+
+
+def read_utf8(stream: TextIO) -> None:
+    """What is typed is UTF-8 in the C locale, too, where Python without its UTF-8 mode takes it for ASCII."""
+    if isinstance(stream, io.TextIOWrapper) and codecs.lookup(stream.encoding).name == "ascii":
+        stream.reconfigure(encoding="utf-8", errors="surrogateescape")

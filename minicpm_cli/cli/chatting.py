@@ -13,7 +13,7 @@ from minicpm_cli.chat import repl
 from minicpm_cli.chat.attach import path_of
 from minicpm_cli.chat.chat import Chat
 from minicpm_cli.chat.conversation import Turn
-from minicpm_cli.chat.keyboard import unechoed
+from minicpm_cli.chat.keyboard import read_utf8, unechoed
 from minicpm_cli.chat.lines import DumbLines, Lines, PipedLines, TypedLines
 from minicpm_cli.chat.made import Source
 from minicpm_cli.chat.overflow import OVERFLOWS
@@ -158,6 +158,7 @@ def _lines(one: Chat, settings: Settings, pipe: BinaryIO | None) -> Lines:
         return PipedLines(pipe)
     from prompt_toolkit.utils import is_dumb_terminal
 
+    read_utf8(sys.stdin)
     lines = DumbLines(one, sys.stdin) if is_dumb_terminal() else TypedLines(one, settings.data_dir / "history")
     one.choose = lines.choose
     _greet(one)

@@ -51,6 +51,16 @@ def test_ask_and_leave(run: Start, tmp_path: Path) -> None:
     assert session.stat().st_mode & 0o777 == 0o600
 
 
+def test_what_is_typed_is_utf8_also_where_python_thinks_that_it_is_ascii(run: Start, tmp_path: Path) -> None:
+    child = run(PYTHONUTF8="0", PYTHONCOERCECLOCALE="0", LC_ALL="C")
+    child.send("Grüße 世界\r")
+    child.expect("You said")
+    child.expect(PROMPT)
+    assert leave(child) == 0
+    (session,) = (tmp_path / "data" / "sessions").glob("*.jsonl")
+    assert "Grüße 世界" in session.read_text(encoding="utf-8")
+
+
 def test_what_is_typed_while_an_answer_comes_waits_for_the_prompt(run: Start) -> None:
     child = run(delay=0.002)
     child.send("paragraphs\r")

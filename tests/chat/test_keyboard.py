@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from minicpm_cli.chat import keyboard
-from minicpm_cli.chat.keyboard import echoed, unechoed
+from minicpm_cli.chat.keyboard import echoed, read_utf8, unechoed
 
 termios = pytest.importorskip("termios")
 
@@ -36,3 +36,10 @@ def test_a_pipe_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(sys, "stdin", stdin)
         with unechoed():
             pass
+
+
+@pytest.mark.parametrize(("given", "read"), [("ascii", "ä"), ("latin-1", "Ã¤"), ("utf-8", "ä")])
+def test_only_ascii_is_no_encoding_of_what_is_typed(given: str, read: str) -> None:
+    typed = io.TextIOWrapper(io.BytesIO("ä\n".encode()), encoding=given, errors="surrogateescape")
+    read_utf8(typed)
+    assert typed.readline() == f"{read}\n"
