@@ -71,11 +71,15 @@ class PagePool:
         assert 0 <= count <= self.available, (count, self.available)
         pages = self._run(count, after) if count > 1 else []
         if not pages:
-            free = self._free
-            pages = sorted([free.take(after + 1) if free else self._evict() for _ in range(count)])
+            return sorted([self._one(after) for _ in range(count)])
         for page in pages:
             self._refs[page] = 1
         return pages
+
+    def _one(self, after: int) -> int:
+        page = self._free.take(after + 1) if self._free else self._evict()
+        self._refs[page] = 1
+        return page
 
     def _run(self, count: int, after: int) -> list[int]:
         """Consecutive free pages. If there are none, pages are evicted until there are, or too many for nothing."""

@@ -107,7 +107,7 @@ class Scheduler:
                 budget = self._chunk(seq, chunks, budget)
         if preemptions == self.stats.preemptions:
             self._admit(chunks, budget)
-        plan = self._drafted(chunks)
+        plan = self.speculation.plan(chunks, self.pool) if self.speculation else Plan(chunks)
         if plan.decodes and (self.speculation is None or plan.rows > SPECULATING):
             self._repetition.begin(plan, self.running)
         return plan
@@ -195,17 +195,6 @@ class Scheduler:
                 seq.planned, seq.length = start + 1, start + 2
                 budget -= 1
         return budget
-
-    def _drafted(self, chunks: list[Chunk]) -> Plan:
-        """The step of these chunks; if all of them decode, with rows for what is expected to follow."""
-        if self.speculation is None or not 0 < len(chunks) <= SPECULATING:
-            return Plan(chunks)
-        if not all(size == 1 and sample and start + 1 == len(seq.tokens) for seq, start, size, sample in chunks):
-            return Plan(chunks)
-        seqs = [chunk.seq for chunk in chunks]
-        extra = self.speculation.draft(seqs, self.pool)
-        rows = [Chunk(seq, start + i, 1, True) for seq, start, _, _ in chunks for i in range(1 + len(seq.draft))]
-        return Plan(rows, extra)
 
     def _has_page(self, seq: Sequence) -> bool:
         """A page for the next token, at the cost of the newest sequences. False: it was itself the newest."""

@@ -73,6 +73,16 @@ class Speculation:
         """Whether the next step should wait for the tokens of the one in flight, which may be a draft's."""
         return any(seq.draft for seq in seqs) or any(self.counts(seqs))
 
+    def plan(self, chunks: list[Chunk], pool: PagePool) -> Plan:
+        """The step of these chunks; if a few sequences decode and nothing else, with rows for what is expected to follow."""
+        if not 0 < len(chunks) <= SPECULATING:
+            return Plan(chunks)
+        if not all(size == 1 and sample and start + 1 == len(seq.tokens) for seq, start, size, sample in chunks):
+            return Plan(chunks)
+        extra = self.draft([chunk.seq for chunk in chunks], pool)
+        rows = [Chunk(seq, start + i, 1, True) for seq, start, _, _ in chunks for i in range(1 + len(seq.draft))]
+        return Plan(rows, extra)
+
     def draft(self, seqs: list[Sequence], pool: PagePool) -> int:
         """Gives these sequences, whose last tokens are known, their drafts and the pages for them.
 
