@@ -11,7 +11,7 @@ typedef unsigned u32;
 typedef unsigned long long u64;
 typedef long long i64;
 
-enum { WARPS = THREADS / 32, EACH = 8, AHEAD = 2 };  // scores of a group; groups that a thread requests together
+enum { WARPS = THREADS / 32, EACH = 8 };  // scores of a group
 enum { BINS = 4096, DEEP = 1024 };
 constexpr float UNIT = 17592186044416.f;  // 2^44: 2^19 masses of 1 fit
 constexpr float LOG2E = 1.4426950408889634f, LARGEST = 3.4028234663852886e38f;
@@ -246,9 +246,9 @@ __device__ __forceinline__ void scores_of(const Row &r, int group, const Raw &ra
         for (int i = 0; i < EACH; i++)
             if (first + i < 0 || first + i >= r.vocab) x[i] = lowest();
 }
-// Shows `visit` the groups of this thread: those of its warp lie together. `back`: the last ones first, which the pass
-// before has left in the cache.
-template <class F> __device__ __forceinline__ void each(const Row &r, bool back, F visit) {
+// Shows `visit` the groups of this thread, AHEAD of them requested together: those of its warp lie together. `back`: the
+// last ones first, which the pass before has left in the cache.
+template <int AHEAD = 2, class F> __device__ __forceinline__ void each(const Row &r, bool back, F visit) {
     const int begin = (block_rank() * WARPS + (int)threadIdx.x / 32) * r.share, lane = threadIdx.x % 32;
     const int end = min(begin + r.share, r.groups), steps = (end - begin + 32 * AHEAD - 1) / (32 * AHEAD);
     for (int step = 0; step < steps; step++) {

@@ -43,7 +43,7 @@ __device__ __forceinline__ u64 peak_of(const Row &r, bool greedy, float &bottom)
     float best = lowest();
     int where = -1, token = 0x7fffffff;
     bottom = infinite();
-    each(r, false, [&](int group, const float(&x)[EACH]) {
+    each<4>(r, false, [&](int group, const float(&x)[EACH]) {
         float most = x[0];
 #pragma unroll
         for (int i = 1; i < EACH; i++) most = larger(most, x[i]);
