@@ -69,7 +69,9 @@ class PagePool:
         Those that follow the page `after`, which the caller holds, or other consecutive ones, if such are free.
         """
         assert 0 <= count <= self.available, (count, self.available)
-        pages = self._run(count, after) if count > 1 else []
+        if count == 1:
+            return [self._one(after)]
+        pages = self._run(count, after) if count else []
         if not pages:
             return sorted([self._one(after) for _ in range(count)])
         for page in pages:

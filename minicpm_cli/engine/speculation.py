@@ -74,7 +74,7 @@ class Speculation:
         return any(seq.draft for seq in seqs) or any(self.counts(seqs))
 
     def plan(self, chunks: list[Chunk], pool: PagePool) -> Plan:
-        """The step of these chunks; if a few sequences decode and nothing else, with rows for what is expected to follow."""
+        """The step of these chunks; if a few sequences decode and no more, with rows for what is expected to follow."""
         if not 0 < len(chunks) <= SPECULATING:
             return Plan(chunks)
         if not all(size == 1 and sample and start + 1 == len(seq.tokens) for seq, start, size, sample in chunks):
