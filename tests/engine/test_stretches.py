@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
+from typing import Any
 
 import pytest
+from engine_cases import GREEDY, answers, engine_of, prompt, request, run_checked
 
 from minicpm_cli.engine.pages import AHEAD, ROOT, PagePool
 from minicpm_cli.engine.stretches import Stretches
@@ -105,3 +108,22 @@ def test_prompts_find_consecutive_pages_where_others_have_come_and_gone() -> Non
     assert sum(found) > 0.95 * len(
         found
     )  # a seventh of them where pages are handed out in the order in which they fell free
+
+
+def test_a_conversation_stays_in_consecutive_pages() -> None:
+    """Its next turn begins with the pages of the last one, and goes on behind them."""
+    engine, runs, history = engine_of(pages=400)[0], list[int](), list(prompt(9))
+    plan = engine.scheduler.plan
+
+    def seen() -> Any:
+        made = plan()
+        runs.extend(seq.run for seq, _, size, _ in made.chunks if size > 1)
+        return made
+
+    engine.scheduler.plan = seen  # type: ignore[method-assign]
+    for turn in range(5):
+        answer = answers(run_checked(engine, [request("a", history, replace(GREEDY, max_tokens=30))]))["a"]
+        history += [*answer, *prompt(7, turn)]
+    assert len(runs) == 5
+    assert set(runs) == {1}
+    assert engine.stats.cached_tokens > 250
