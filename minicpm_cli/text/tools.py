@@ -102,7 +102,7 @@ def _tool(raw: Any, where: str) -> Tool:
         _refuse(f"{where}.function.description", "is not a string")
     given = {key: value for key, value in function.items() if value is not None}
     _check_texts(given, f"{where}.function", _DEPTH)
-    parameters = given.get("parameters", {"type": "object", "properties": {}})
+    parameters = given.setdefault("parameters", {"type": "object", "properties": {}})  # templates look for them
     _check_schema(parameters, f"{where}.function.parameters")
     return Tool(name, parameters, {"type": "function", "function": given})
 

@@ -42,6 +42,7 @@ class TestTools:
     def test_without_parameters(self) -> None:
         (tool,) = tools_of([{"type": "function", "function": {"name": "now"}}])
         assert tool.parameters == {"type": "object", "properties": {}}
+        assert tool.definition["function"]["parameters"] == tool.parameters, "templates look for them"
 
     @pytest.mark.parametrize(
         ("raw", "place"),
