@@ -16,7 +16,7 @@ from minicpm_cli.errors import RequestError
 from minicpm_cli.types import Tool
 
 # What a schema of parameters can say beside its properties, and what arguments that come one by one cannot be held to.
-_BEYOND = frozenset(
+BEYOND = frozenset(
     (
         *("$ref", "anyOf", "oneOf", "allOf", "not", "if", "then", "else", "const", "enum"),
         *("minProperties", "maxProperties", "patternProperties", "propertyNames", "unevaluatedProperties"),
@@ -72,7 +72,7 @@ def _arguments(rule: str, tool: Tool, notation: Notation) -> Iterator[str]:
 
 def _parameters(tool: Tool) -> tuple[dict[str, Any], frozenset[str]]:
     """The schema of each parameter, with the definitions that it may refer to, and which ones are required."""
-    if beyond := sorted(_BEYOND & tool.parameters.keys()):
+    if beyond := sorted(BEYOND & tool.parameters.keys()):
         raise RequestError(
             "schema_invalid",
             f"tools: a call of {tool.name} cannot be held to {beyond[0]} beside its properties, as this model writes "

@@ -9,6 +9,7 @@ from typing import Any
 from minicpm_cli.text.tool_blocks import Forced, Quoted, Tags
 from minicpm_cli.text.tool_json import read_calls
 from minicpm_cli.text.tool_preview import Growing, Reading
+from minicpm_cli.text.tool_rules import BEYOND
 from minicpm_cli.text.tool_values import Malformed, strict_json, typed_arguments
 from minicpm_cli.types import Tool
 
@@ -45,7 +46,9 @@ class Hermes:
 
 
 def _schema(tool: Tool) -> dict[str, Any]:
-    return {"type": "object", **tool.parameters}
+    """Unless it says otherwise, a function takes no arguments but its parameters."""
+    closed = {} if BEYOND & tool.parameters.keys() else {"additionalProperties": False}
+    return {"type": "object", **closed, **tool.parameters}
 
 
 def _call_schema(tool: Tool, place: int) -> dict[str, Any]:

@@ -46,7 +46,7 @@ WEATHER: dict[str, Any] = {
         "additionalProperties": False,
     },
 }
-NOW = {"name": "now", "description": "", "parameters": {"type": "object", "additionalProperties": False}}
+NOW = {"name": "now", "description": "", "parameters": {"type": "object", "properties": {}}}
 TOOLS = tools_of([{"type": "function", "function": WEATHER}, {"type": "function", "function": NOW}])
 HELLO = (Message("user", "hello world"),)
 CALL = '<function name="weather"><param name="city">Rome</param><param name="days">3</param></function>'
