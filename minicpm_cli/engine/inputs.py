@@ -121,7 +121,7 @@ class StepInputs:
             kv_lens=self.kv_lens,
             runs=self.runs,
             drafts=None,
-            parts=None,
+            parts=(),
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from torch import Tensor
 
@@ -42,7 +43,7 @@ class ForwardBatch:
     kv_lens: tuple[int, ...]
     runs: tuple[int, ...] = ()  # the first page of each sequence whose pages are consecutive, -1 for the others
     drafts: Drafts | None = None
-    parts: tuple[ForwardBatch, ForwardBatch] | None = None  # the same, `apart`
+    parts: tuple[ForwardBatch, ...] = ()  # the same, `apart`
 
 
 def is_fresh(q_lens: tuple[int, ...], kv_lens: tuple[int, ...]) -> bool:
@@ -56,27 +57,31 @@ def leading_singles(q_lens: tuple[int, ...]) -> int:
 
 
 def apart(batch: ForwardBatch) -> ForwardBatch:
-    """The batch; where single tokens come before longer runs, with these and those as batches of their own, too.
+    """The batch, with what different kernels attend to as batches of their own, too, if it is not all alike.
 
-    What attends to one query a sequence is another kernel than what attends to many.
+    In order: the single tokens at the front; runs up to the last that has a history; the fresh ones behind it.
     """
-    first = leading_singles(batch.q_lens)
-    if not 0 < first < len(batch.q_lens):
+    count = len(batch.q_lens)
+    singles = leading_singles(batch.q_lens)
+    lengths = enumerate(zip(batch.q_lens, batch.kv_lens, strict=True))
+    fresh = 1 + max((i for i, (new, length) in lengths if new not in (0, length)), default=-1)
+    cuts = sorted({0, singles, max(singles, fresh), count})
+    if len(cuts) < 3:
         return batch
-    return replace(batch, parts=(_sequences(batch, 0, first), _sequences(batch, first, len(batch.q_lens))))
+    return replace(batch, parts=tuple(_sequences(batch, *part) for part in pairwise(cuts)))
 
 
 def _sequences(batch: ForwardBatch, first: int, stop: int) -> ForwardBatch:
-    """Some of the sequences, `first` of one token before them; none of them sampled."""
-    q_lens, kv_lens = batch.q_lens[first:stop], batch.kv_lens[first:stop]
-    rows = slice(first, first + sum(q_lens))
+    """Some of the sequences; none of them sampled."""
+    q_lens, kv_lens, before = batch.q_lens[first:stop], batch.kv_lens[first:stop], sum(batch.q_lens[:first])
+    rows = slice(before, before + sum(q_lens))
     q_start = batch.q_start[first : stop + 1]
     return replace(
         batch,
         ids=batch.ids[rows],
         positions=batch.positions[rows],
         slots=batch.slots[rows],
-        q_start=q_start - first if first else q_start,
+        q_start=q_start - before if before else q_start,
         kv_len=batch.kv_len[first:stop],
         page_table=batch.page_table[first:stop],
         last=batch.last[:0],
