@@ -159,7 +159,7 @@ class RemoteLLM:
 
     def _tokenize(self, request: Request) -> dict[str, Any]:
         _, body = body_of(replace(request, params=SamplingParams()), self.info.name, frozenset())
-        asked = {"prompt": body["prompt"]} if "prompt" in body else {"messages": body["messages"]}
+        asked: dict[str, Any] = {name: body[name] for name in ("prompt", "messages", "tools") if name in body}
         return self._wire.post("/tokenize", asked)
 
     def _note(self, event: Event) -> None:

@@ -42,6 +42,7 @@ from minicpm_cli.server.schema import (
 )
 from minicpm_cli.server.served import Fronted, Limits, Served
 from minicpm_cli.server.shapes import ChatShape, CompletionShape, Head, Shape
+from minicpm_cli.text.tools import tools_of
 from minicpm_cli.types import Request, SamplingParams
 
 _OWNER = "minicpm-cli"  # whoever serves it: what the model is may be anybody's
@@ -203,7 +204,8 @@ def _tokens(app: FastAPI, service: Service) -> None:
 
 def _ids(service: Service, asked: TokenizeRequest) -> list[int]:
     if asked.messages is not None:
-        return service.llm.prompt(Request("", given.conversation(asked.messages)))
+        tools = tools_of(asked.tools)
+        return service.llm.prompt(Request("", given.conversation(asked.messages), tools=tools))
     text = asked.prompt or ""
     return service.llm.prompt(Request("", text)) if asked.add_special_tokens else service.llm.plain_ids(text)
 

@@ -166,6 +166,7 @@ class TokenizeRequest(Strict):
     model: Text | None = None
     prompt: Text | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    tools: list[dict[Text, Any]] | None = None
     add_special_tokens: bool = True
     return_token_strs: bool = False
 

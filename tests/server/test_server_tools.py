@@ -132,6 +132,16 @@ def server(serve_once):
     return serve_once(Calling())
 
 
+def test_tools_are_counted_among_the_tokens_of_a_prompt(serve) -> None:
+    server = serve(Calling())
+    seen = []
+    server.llm.prompt = lambda request: seen.append(request) or [1, 2]
+    llm = RemoteLLM.open(server.url, None, None, {})
+    assert llm.prompt(Request("a", (Message("user", "q"),), tools=tools_of(TOOLS))) == [1, 2]
+    assert [tool.name for tool in seen[-1].tools] == ["weather"]
+    assert server.post("/tokenize", {"messages": ASKED, "tools": [{"type": "x"}]}).status == 400
+
+
 @pytest.mark.parametrize("name", BAD)
 def test_bad_tools_are_the_clients_fault(server, name: str) -> None:
     answered = server.chat(**BAD[name])
