@@ -7,7 +7,10 @@ from dataclasses import replace
 import pytest
 from engine_cases import GREEDY, SAMPLED, answers, expected, prompt, request, run_checked
 from fake_decoder import reference
-from lagged_cases import WAYS, lagged_engine
+from lagged_cases import WAYS, Draws, lagged_engine
+from tensor_decoder import TensorDecoder
+
+from minicpm_cli.engine.engine import Engine, EngineConfig
 
 BIASES = ((3, -100.0), (5, 1.5), (17, 0.75))
 
@@ -51,3 +54,18 @@ def test_log_probabilities_are_those_of_the_model_without_them() -> None:
     assert event.token == 7
     assert event.logprob is not None
     assert event.logprob.logprob == pytest.approx(float(reference(list(prompt(6))).log_softmax(-1)[7]), abs=1e-5)
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_on_a_device_beside_others(device: str, graphs: bool) -> None:
+    config = EngineConfig(pages=90, page_size=4, lag=True, max_seqs=4, max_batch_tokens=64, context=80, graphs=graphs)
+    engine = Engine(TensorDecoder(90, 4, device), None, config, draw=Draws() if device == "cpu" else None)
+    others = [request(f"o{i}", prompt(6, i), (GREEDY, SAMPLED)[i % 2], seed=i) for i in range(2)]
+    alone = answers(run_checked(engine, others))
+    only = request("only", prompt(6, 3), replace(SAMPLED, logit_bias=((7, 100.0),)))
+    never = request("o0", others[0].prompt, replace(GREEDY, logit_bias=((alone["o0"][0], -100.0),)))
+    found = answers(run_checked(engine, [*others, only]))
+    assert set(found.pop("only")) == {7}
+    assert found == alone
+    assert answers(run_checked(engine, [never]))["o0"][0] != alone["o0"][0]
