@@ -108,8 +108,8 @@ class DecodeAttention:
         keys = cache.k.shape[2]
         if not attention_decode_cuda.worth(rows, heads, keys) or not attention_decode_cuda.supported(q, cache, half):
             return None
-        narrow = attention_decode_cuda.narrow(cache)
-        return attention_decode_cuda.choose(rows, heads, keys, history.longest, narrow)
+        shape = attention_decode_cuda.shape_of(q, cache, heads, history.page_size, half)
+        return attention_decode_cuda.choose(rows, shape, history.longest)
 
     def _multi_head(
         self,

@@ -22,9 +22,9 @@ struct Params {
     const int *table, *lengths;
     const float *cos, *sin;
     u8 *out;
-    float *parts;   // of attention_decode_stream.cu only, as the next three are
+    float *parts;   // of attention_decode_stream.cu only, as the next four are
     int *counters;  // zero before and after a launch
-    int rows, splits;
+    int rows, usual, splits;
     int q_stride, row_stride, scale_stride, table_stride;  // elements, from row to row; of scales from page to page
     float scale_log2;
 };

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from minicpm_cli.kernels.attention_decode_form import Cut, Shape, Stream
+from minicpm_cli.kernels.attention_decode_form import PROCESSORS, Cut, Shape, Stream, streamed
 from minicpm_cli.kernels.cache import LayerCache
 from quant.kernels import nvrtc, targets
 from quant.kernels.targets import SHARED_BYTES
@@ -38,6 +38,7 @@ class Parameters(ctypes.Structure):
         ("parts", ctypes.c_void_p),
         ("counters", ctypes.c_void_p),
         ("rows", ctypes.c_int),
+        ("usual", ctypes.c_int),
         ("splits", ctypes.c_int),
         ("q_stride", ctypes.c_int),
         ("row_stride", ctypes.c_int),
@@ -60,6 +61,8 @@ def supported(q: Tensor, cache: LayerCache, turn: int = 0) -> bool:
     return (
         (cache.k.dtype == q.dtype or (cache.scales is not None and cache.scales.shape[1] % 2 == 0))
         and cache.rows.shape[1] == 2 * cache.k.shape[2]
+        and cache.rows.is_contiguous()
+        and (cache.scales is None or cache.scales.transpose(1, 2).is_contiguous())
         and width <= 128
         and not (width % each or turn % each or (width - 2 * turn) % each)
         and not any(t.data_ptr() % 16 for t in (q, cache.k, cache.v))
@@ -67,30 +70,35 @@ def supported(q: Tensor, cache: LayerCache, turn: int = 0) -> bool:
     )
 
 
+def shape_of(q: Tensor, cache: LayerCache, heads: int, page_size: int, turn: int) -> Shape:
+    keys, width = cache.k.shape[2:]
+    return Shape(width, heads, keys, page_size, KINDS.get(cache.k.dtype, 0), q.dtype == torch.float16, turn)
+
+
 def worth(rows: int, heads: int, keys: int) -> bool:
     """Whether it is the faster form: for large groups only while few blocks are at work."""
     return heads <= 4 * keys or _tasks(rows, heads, keys) <= 32
 
 
-def choose(rows: int, heads: int, keys: int, longest: int, narrow: bool) -> Cut:
+def choose(rows: int, shape: Shape, longest: int, processors: int = PROCESSORS) -> Cut | Stream:
     """The cut by the sizes, as measured on an H200: more blocks along a sequence where there are few sequences.
 
-    `narrow`: a token's head takes less than 128 bytes, so that a warp takes two side by side. For 36 heads of 64 codes
-    that is 53 us instead of 66 with 64 rows of 576 tokens, 209 instead of 260 with 256 of 640; not with a single row.
+    With 36 heads of 64 and from 16 sequences on blocks stream whole tokens: of 256 sequences of 540 codes in 151 us
+    instead of 181, of 64 of 545 in bfloat16 in 75 instead of 88. Else a warp takes two heads of codes side by side,
+    each less than 128 bytes; not with a single sequence.
     """
-    tasks = _tasks(rows, heads, keys)
-    across = 2 if narrow and tasks > 72 and heads % 2 == 0 else 1
+    heads, keys, tasks = shape.heads, shape.keys, _tasks(rows, shape.heads, shape.keys)
     if heads > keys:
         return Cut(cluster=8) if tasks <= 16 else Cut(cluster=2 if tasks <= 64 or longest > 8192 else 1, stages=2)
+    stream = streamed(rows, shape, longest, processors)
+    if tasks >= 576 and stream:
+        return stream
+    across = 2 if shape.kind and shape.width < 128 and tasks > 72 and heads % 2 == 0 else 1
     if tasks <= 144:
         return Cut(cluster=8, depth=4, stages=3, across=across)
     if tasks <= 1152 or longest > 8192:
         return Cut(cluster=2, across=across)
     return Cut(across=across)
-
-
-def narrow(cache: LayerCache) -> bool:
-    return cache.scales is not None and cache.k.shape[3] < 128
 
 
 def _tasks(rows: int, heads: int, keys: int) -> int:
@@ -119,9 +127,8 @@ def decode(
     rows, (keys, width) = len(q), cache.k.shape[2:]
     heads = q.shape[1] - (2 * keys if turn else 0)
     out = q.new_empty(rows, heads, width) if out is None else out
-    cut = cut or choose(rows, heads, keys, page_table.shape[1] * page_size, narrow(cache))
-    kind, half = KINDS.get(cache.k.dtype, 0), turn[0].shape[-1] if turn else 0
-    shape = Shape(width, heads, keys, page_size, kind, q.dtype == torch.float16, half)
+    shape = shape_of(q, cache, heads, page_size, turn[0].shape[-1] if turn else 0)
+    cut = cut or choose(rows, shape, page_table.shape[1] * page_size)
     launcher, p = _launcher(shape, cut, rows, q.device, folder, overlaps)
     if isinstance(cut, Stream):
         assert counters is not None
@@ -156,7 +163,8 @@ def fill(
 def share(p: Parameters, cut: Stream, rows: int, parts: Tensor, counters: Tensor) -> None:
     """What the blocks of a Stream share."""
     assert counters.numel() > rows
-    p.parts, p.counters, p.rows, p.splits = parts.data_ptr(), counters.data_ptr(), rows, cut.splits
+    p.parts, p.counters = parts.data_ptr(), counters.data_ptr()
+    p.rows, p.usual, p.splits = rows, cut.usual, cut.splits
 
 
 @functools.cache

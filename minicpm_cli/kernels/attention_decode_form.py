@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import astuple, dataclass, replace
 
+from quant.kernels.targets import SHARED_BYTES
+
+LONG = 2048  # tokens of a part, at most, as far as the number of parts allows it
+PROCESSORS = 132  # of an H100 or H200
 HEADS, GROUPED, STREAM = "attention_decode_heads.cu", "attention_decode_grouped.cu", "attention_decode_stream.cu"
 
 
@@ -70,7 +74,8 @@ class Cut:
 class Stream:
     """Blocks that stay, and whole tokens: the kernel in attention_decode_stream.cu."""
 
-    splits: int  # parts of a row; the kernel takes any number
+    usual: int  # parts of a row of up to LONG tokens; the kernel takes any numbers of parts
+    splits: int  # parts of a row, at most
     sides: int  # groups of threads, of which each takes its tokens of a stage
     depth: int = 2  # tokens of a group in a stage
     stages: int = 5
@@ -79,11 +84,13 @@ class Stream:
 
     @property
     def options(self) -> tuple[str, ...]:
-        return _options(("SIDES", "DEPTH", "STAGES", "RESIDENT", "HALVES", "CLUSTER"), (*astuple(self)[1:], 1))
+        return _options(
+            ("SIDES", "DEPTH", "STAGES", "RESIDENT", "HALVES", "LONG", "CLUSTER"), (*astuple(self)[2:], LONG, 1)
+        )
 
     @property
     def compiled(self) -> Stream:
-        return replace(self, splits=1)
+        return replace(self, usual=1, splits=1)
 
     def source(self, shape: Shape) -> str:
         return STREAM
@@ -91,7 +98,8 @@ class Stream:
     def fits(self, shape: Shape) -> bool:
         """Full warps, of heads that divide them, and stages that divide a page."""
         whole = 32 % shape.pieces == 0 and self.lanes(shape) * self.sides % 32 == 0
-        return whole and shape.heads == shape.keys and shape.page % (self.sides * self.depth) == 0
+        pages = shape.page % (self.sides * self.depth) == 0 and shape.page % 8 == 0
+        return whole and pages and shape.heads == shape.keys and self.shared_bytes(shape) <= SHARED_BYTES
 
     def lanes(self, shape: Shape) -> int:
         """Threads that hold a token's heads."""
@@ -116,6 +124,22 @@ class Stream:
     def _sums(self, shape: Shape) -> int:
         """Of a token's heads: a thread's sums, maximum and total."""
         return self.lanes(shape) * ((16 if shape.kind else 8) + 2)
+
+
+def streamed(rows: int, shape: Shape, longest: int, processors: int) -> Stream | None:
+    """With 288 threads to 576 for what a stage holds; None where a shape does not allow it."""
+    usual = _usual_parts(rows, processors)
+    most = max(usual, min(-(-longest // LONG), 32))
+    for sides in (4, 2, 1):
+        cut = Stream(usual, most, sides, halves=shape.kind > 0)
+        if 288 <= cut.threads(shape) - 32 <= 576 and cut.fits(shape):
+            return cut
+    return None
+
+
+def _usual_parts(rows: int, processors: int) -> int:
+    """So that processors are idle for little time at the end; a part costs as much as some 20 tokens besides."""
+    return min(range(1, 17), key=lambda n: -(-rows * n // processors) * (1 / n + 1 / 30))
 
 
 def _options(names: tuple[str, ...], values: tuple[int, ...]) -> tuple[str, ...]:

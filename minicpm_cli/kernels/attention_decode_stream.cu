@@ -1,13 +1,14 @@
 // Decode attention of many rows where each query head has a key head of its own: a block reads whole tokens, all heads.
 //
-// A row's older tokens are cut into `splits` parts. Blocks stay: each takes part after part, its first by its own number,
+// A row's older tokens are cut into `usual` parts, a long row's into more, at most `splits`. Blocks stay: each takes part after part, its first by its own number,
 // the others from a counter, so that long rows hold nobody up. One warp asks the copy engine for stage after stage of
 // TOKENS tokens, which lie in one piece of a page, across the ends of parts; the others multiply. LANES threads hold a
 // token's heads, a piece of 16 bytes each; SIDES such groups take DEPTH tokens of a stage each, and keep a softmax of
 // their own until the part ends. The block that finishes a row's last part puts the parts together, always in the same
-// order: what a row gives depends on its own length and on `splits` alone.
+// order: what a row gives depends on its own length and on these two numbers alone.
 //
-// Set by the compiler's options besides: SIDES, DEPTH, STAGES, RESIDENT (blocks of a processor), HALVES.
+// Set by the compiler's options besides: SIDES, DEPTH, STAGES, RESIDENT (blocks of a processor), HALVES,
+// LONG (tokens of a part, at most, as far as `splits` allows it).
 
 enum { LANES = HEADS * WIDE, WORKERS = LANES * SIDES, TOKENS = SIDES * DEPTH, LEADERS = (LANES + 31) / 32 * 32 };
 enum { TOKEN_BYTES = 2 * HEADS * D * BYTES, STAGE = TOKENS * TOKEN_BYTES, SCALES = KIND ? 2 * HEADS * PAGE : 0 };
@@ -31,7 +32,8 @@ struct Part {
     int row, split, older, first, last, count;  // units of TOKENS tokens; parts of the row that have any
     __device__ __forceinline__ Part(const Params &p, int item) {
         row = item / p.splits, split = item % p.splits, older = __ldg(p.lengths + row) - 1;
-        const int units = (older + TOKENS - 1) / TOKENS, each = max((units + p.splits - 1) / p.splits, 1);
+        const int parts = min(max(p.usual, (older + LONG - 1) / LONG), p.splits);
+        const int units = (older + TOKENS - 1) / TOKENS, each = max((units + parts - 1) / parts, 1);
         first = split * each, last = min(first + each, units), count = max((units + each - 1) / each, 1);
     }
 };

@@ -183,10 +183,10 @@ def test_several_heads_of_a_warp(heads: int, width: int, cut: Cut, cached: torch
 @pytest.mark.parametrize(
     ("heads", "width", "cut"),
     [
-        (4, 64, Stream(3, sides=4)),
-        (36, 64, Stream(1, sides=2)),
-        (36, 64, Stream(8, sides=2, stages=4, resident=2)),
-        (8, 128, Stream(2, sides=2, depth=4, stages=3)),
+        (4, 64, Stream(3, 3, sides=4)),
+        (36, 64, Stream(1, 1, sides=2)),
+        (36, 64, Stream(8, 8, sides=2, stages=4, resident=2)),
+        (8, 128, Stream(2, 2, sides=2, depth=4, stages=3)),
     ],
 )
 def test_streams_of_tokens(heads: int, width: int, cut: Stream, cached: torch.dtype) -> None:
@@ -206,7 +206,7 @@ def test_a_row_of_a_stream_is_the_same_whoever_computes_its_parts(cached: torch.
     kv_len = torch.tensor(lengths, dtype=torch.int32, device="cuda")
     decode, cut = (
         attention_decode.DecodeAttention(torch.device("cuda")),
-        Stream(3, sides=4 if cached.itemsize == 1 else 2),
+        Stream(3, 3, sides=4 if cached.itemsize == 1 else 2),
     )
     first = decode(q, cache, table, kv_len, 0.125, PAGE, cut)
     for _ in range(5):
@@ -229,11 +229,21 @@ def test_hopper_kernels_on_other_pages(heads: int, cached: torch.dtype, page: in
 def test_every_choice_fits_a_block(width: int, heads: int, keys: int, coded: bool) -> None:
     for rows in (1, 2, 4, 8, 16, 32, 64, 200):
         for longest in (512, 4096, 131072):
-            cut = attention_decode_cuda.choose(rows, heads, keys, longest, coded and width < 128)
             shape = Shape(width, heads, keys, PAGE, int(coded), False, 0)
+            cut = attention_decode_cuda.choose(rows, shape, longest)
             assert cut.shared_bytes(shape) <= targets.SHARED_BYTES
+            if isinstance(cut, Stream):
+                assert cut.fits(shape)
+                continue
             assert heads % cut.block == 0
             assert cut.cluster * cut.warps <= 32
+
+
+@pytest.mark.parametrize(("rows", "usual"), [(16, 8), (32, 4), (64, 2), (100, 5), (128, 1), (222, 4), (256, 1)])
+def test_streams_leave_few_processors_idle(rows: int, usual: int) -> None:
+    shape = Shape(64, 36, 36, PAGE, 1, False, 0)
+    cut = attention_decode_cuda.choose(rows, shape, 4096)
+    assert cut == Stream(usual, max(usual, 2), 4, halves=True)
 
 
 @pytest.mark.parametrize(("heads", "keys"), [(4, 4), (8, 1)])

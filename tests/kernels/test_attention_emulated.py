@@ -135,11 +135,11 @@ def test_warps_of_heads(emulated: Emulator, cached: torch.dtype, cut: Cut, turn:
 @pytest.mark.parametrize(
     ("cached", "cut", "turn"),
     [
-        (BF16, Stream(3, sides=2, stages=3), False),
-        (F16, Stream(2, sides=1, depth=4, stages=2), True),
-        (FP8, Stream(3, sides=4), True),
-        (FP8, Stream(2, sides=4, halves=True), True),
-        (INT8, Stream(4, sides=2, depth=4, stages=2, halves=True), False),
+        (BF16, Stream(3, 3, sides=2, stages=3), False),
+        (F16, Stream(2, 2, sides=1, depth=4, stages=2), True),
+        (FP8, Stream(3, 3, sides=4), True),
+        (FP8, Stream(2, 2, sides=4, halves=True), True),
+        (INT8, Stream(4, 4, sides=2, depth=4, stages=2, halves=True), False),
     ],
 )
 @pytest.mark.parametrize("processors", [1, 4])
@@ -149,13 +149,13 @@ def test_streams(emulated: Emulator, cached: torch.dtype, cut: Stream, turn: boo
 
 @pytest.mark.parametrize(("cached", "sides"), [(BF16, 2), (FP8, 4)])
 def test_a_stream_of_36_heads(emulated: Emulator, cached: torch.dtype, sides: int) -> None:
-    check(emulated, step(36, cached, False, (37, 100)), Stream(2, sides=sides))
+    check(emulated, step(36, cached, False, (37, 100)), Stream(2, 2, sides=sides))
 
 
 @pytest.mark.parametrize("splits", [1, 2, 5])
 def test_a_row_of_a_stream_is_the_same_whatever_stands_beside_it(emulated: Emulator, splits: int) -> None:
     """To the bit, whoever computes its parts."""
-    s, cut = step(4, FP8, False), Stream(splits, sides=4)
+    s, cut = step(4, FP8, False), Stream(splits, splits, sides=4)
     together, alone = run(emulated, s, cut), run(emulated, s.of([4]), cut, processors=3)
     turned = run(emulated, s.of([5, 4, 3, 2, 1, 0]), cut, processors=7)
     assert torch.equal(together, turned.flip(0))
