@@ -30,8 +30,9 @@ struct Query {
 
 struct Part {
     int row, split, older, first, last, count;  // units of TOKENS tokens; parts of the row that have any
+    // All rows' first parts come before their second ones, and parts that only long rows have at the end.
     __device__ __forceinline__ Part(const Params &p, int item) {
-        row = item / p.splits, split = item % p.splits, older = __ldg(p.lengths + row) - 1;
+        row = item % p.rows, split = item / p.rows, older = __ldg(p.lengths + row) - 1;
         const int parts = min(max(p.usual, (older + LONG - 1) / LONG), p.splits);
         const int units = (older + TOKENS - 1) / TOKENS, each = max((units + parts - 1) / parts, 1);
         first = split * each, last = min(first + each, units), count = max((units + each - 1) / each, 1);
