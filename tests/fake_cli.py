@@ -51,7 +51,7 @@ def _wait(what: str) -> None:
 
 
 if __name__ == "__main__":
-    llm = FakeLLM(answer=answer, thought=thought, delay=float(sys.argv[1]))
+    llm = FakeLLM(answer=answer, thought=thought, delay=float(sys.argv[1]), open_texts=FakeLLM)
 
     def opened(settings: Settings, terminal: Terminal) -> FakeLLM:
         llm.context = settings.options.ctx or llm.context

@@ -10,6 +10,7 @@ import gc
 import multiprocessing
 import signal
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -155,6 +156,9 @@ class Back:
     def _signals(self) -> Iterator[None]:
         """The other process hears those that come here, and of no others."""
 
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
         heard_before: list[int] = []
 
         def heard(number: int, frame: Any) -> None:
