@@ -160,3 +160,12 @@ def test_a_row_of_a_stream_is_the_same_whatever_stands_beside_it(emulated: Emula
     turned = run(emulated, s.of([5, 4, 3, 2, 1, 0]), cut, processors=7)
     assert torch.equal(together, turned.flip(0))
     assert torch.equal(together[4:5], alone)
+
+
+def test_a_long_row_of_a_stream_is_cut_into_more_parts(emulated: Emulator) -> None:
+    """And comes out as with as many for all rows; a short one as with a single part."""
+    s = step(4, FP8, False, (2100, 50))
+    found, one, two = (run(emulated, s, Stream(*parts, sides=4)) for parts in ((1, 3), (1, 1), (2, 2)))
+    assert torch.equal(found[0], two[0])
+    assert torch.equal(found[1], one[1])
+    assert not torch.equal(found[0], one[0])
