@@ -132,8 +132,8 @@ def test_what_one_row_does_to_the_tokenizer_is_its_own_error(tmp_path: Path, out
 def test_an_input_that_cannot_be_read_to_its_end(tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = rows_module.raw_lines
 
-    def failing(*args: Any) -> Iterator[tuple[int, bytes]]:
-        for n, line in enumerate(real(*args)):
+    def failing(*args: Any, **more: Any) -> Iterator[tuple[int, bytes]]:
+        for n, line in enumerate(real(*args, **more)):
             if n == 9:
                 raise OSError(5, "Input/output error")
             yield line
