@@ -26,6 +26,7 @@ from minicpm_cli.server.served import Limits, Served, Texts
 from minicpm_cli.types import Event, SamplingParams
 
 _REPORT = 0.25  # seconds between two counts for /metrics
+_LAST_SECONDS = 10  # for clients to read what is written
 _PATIENT = 2  # signals that the other process is left to heed: the second cuts requests off
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -59,10 +60,10 @@ class Front:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """It ends when nobody is at the other end of its pipe."""
+        """It ends by itself when nobody is at the other end of its pipe."""
         self.pipe.close()
-        self._process.join(5)
-        self._process.terminate()
+        self._process.join(_LAST_SECONDS)
+        self._process.kill()
         self._process.join()
 
     def serve(self, llm: Served, setup: Setup, say: Callable[[str], None]) -> bool:

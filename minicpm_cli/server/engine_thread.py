@@ -60,7 +60,10 @@ class EngineThread:
     def stop(self) -> None:
         with self._changed:
             self._closed = True
+            left = [*self._running, *(request.id for request in self._pending)]
             self._changed.notify_all()
+        for ident in left:
+            self.cancel(ident)
         if self._thread.ident is not None:
             self._thread.join()
 

@@ -66,6 +66,7 @@ class Distant:
         self._waiting: set[str] = set()
         self._open: set[str] = set()
         self._tell: Callable[[Event], None] = lambda event: None
+        self._over = threading.Event()  # no event follows
         self._reader = threading.Thread(target=self._read, name="engine", daemon=True)
         self.encoded, self.prompt = texts.encoded, texts.prompt
         self.plain_ids, self.token_bytes = texts.plain_ids, texts.token_bytes
@@ -89,39 +90,37 @@ class Distant:
 
     def stop(self) -> None:
         self._post.put(Stop())
-        if self._reader.ident is not None:
-            self._reader.join()
+        self._over.wait()
 
     # ---- in the reader's thread -----------------------------------------------------------------------------------
 
     def _read(self) -> None:
         try:
-            while not self._heed(received(self._pipe)):
-                pass
+            while True:
+                self._heed(received(self._pipe))
         except Exception as error:  # noqa: BLE001 - nobody would hear of any other either
             if not isinstance(error, EOFError | OSError):
                 traceback.print_exception(error, file=sys.stderr)
             self.dead = True
             for ident in tuple(self._open):
                 self._tell(Event(ident, finish="error", error=MinicpmError(_GONE)))
+            self._over.set()
 
-    def _heed(self, items: Iterator[Any]) -> bool:
-        """Whether that was the last message."""
+    def _heed(self, items: Iterator[Any]) -> None:
         for item in items:
             if type(item) is Event:
                 if item.finish is not None:
                     self._open.discard(item.id)
                     self._waiting.discard(item.id)
                 self._tell(item)
-            elif isinstance(item, Ended):
-                self.dead = item.dead
-                return True
             else:
                 self._note(item)
-        return False
 
     def _note(self, item: Any) -> None:
         match item:
+            case Ended(dead):
+                self.dead = dead
+                self._over.set()
             case Begun(ident):
                 self._waiting.discard(ident)
             case Counts(totals, occupancy, peak):

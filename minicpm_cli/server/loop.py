@@ -41,7 +41,7 @@ class Engine(Protocol):
         ...
 
     def stop(self) -> None:
-        """Waits until nothing runs any more: cancel first. No event is told after that."""
+        """Cancels whatever is left, and waits for its end. No event is told after that."""
         ...
 
 
@@ -75,8 +75,6 @@ class EngineLoop:
 
     def stop(self) -> None:
         """Cuts what still runs off, and waits for its end."""
-        for ident in list(self._inboxes):
-            self._engine.cancel(ident)
         self._engine.stop()
 
     @property
