@@ -2,13 +2,22 @@
 
 __device__ __forceinline__ u32 collect() {  // the lists of all blocks; the length
     Memory &m = memory();
-    u32 length = m.told.listed;
-    for (int rank = 1; rank < blocks(); rank++) {
+    const int lane = threadIdx.x;
+    if (lane < 32) {
+        u32 end = lane < blocks() ? (u32)told_by(lane).number : 0;
+        for (int o = 1; o < 8; o *= 2) {
+            const u32 left = (u32)__shfl_up_sync(~0u, (u64)end, o);
+            if (lane >= o) end += left;
+        }
+        if (lane < 8) m.starts[lane + 1] = end;
+    }
+    __syncthreads();
+    const u32 own = m.starts[1], length = m.starts[8];
+    for (u32 i = own + threadIdx.x; i < length; i += THREADS) {
+        int rank = 1;
+        while (i >= m.starts[rank + 1]) rank++;
         const Told &t = told_by(rank);
-        const u32 more = t.listed;
-        for (u32 i = threadIdx.x; i < more; i += THREADS)
-            m.told.scores[length + i] = t.scores[i], m.told.tokens[length + i] = t.tokens[i];
-        length += more;
+        m.told.scores[i] = t.scores[i - m.starts[rank]], m.told.tokens[i] = t.tokens[i - m.starts[rank]];
     }
     __syncthreads();
     return length;
@@ -16,22 +25,17 @@ __device__ __forceinline__ u32 collect() {  // the lists of all blocks; the leng
 // The threshold among the listed scores; with `share` below 1 top-p chooses from what top-k keeps.
 __device__ __forceinline__ float threshold(const Draw &d, Aim aim, double share, u32 listed, Range range) {
     Memory &m = memory();
-    u64 above = 0, whole = 0;
-    for (int rank = 0; rank < blocks(); rank++) {
-        const Told &t = told_by(rank);
-        whole += t.sum, above += aim.unit ? t.number : 0;
-        for (int w = 0; w < WARPS && !aim.unit; w++) above += t.kept[w];
-    }
-    u64 goal = aim.goal(whole);
+    u64 above = of_cluster(&Told::above, Sum{}), goal = aim.goal(of_cluster(&Told::sum, Sum{}));
     for (;;) {
         u32 number;
         while (range.top(d.peak) != key_of(range.low)) narrow(d, aim, true, listed, goal, range, above, number);
         if (!aim.unit || !(share < 1.)) return range.low;
-        u64 mass = 0;
+        u64 mass[1] = {};
         for (u32 i = threadIdx.x; i < listed; i += THREADS)
-            if (m.told.scores[i] >= range.low) mass += mass_of(d, m.told.scores[i]);
+            if (m.told.scores[i] >= range.low) mass[0] += mass_of(d, m.told.scores[i]);
+        of_block(mass, Sum{});
         aim.unit = false, aim.share = share;
-        goal = aim.goal(of_block(mass, Sum{})), above = 0;
+        goal = aim.goal(mass[0]), above = 0;
         range.high = infinite();
     }
 }
@@ -100,14 +104,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) sampling(c
     const bool first = block_rank() == 0;
     admit_next();
     await_inputs();
-    Draw d = {p, row_of(p, row), 0.f, 0.f, 0.f, -LARGEST};
+    const bool greedy = !p.temperature;
+    Draw d = {p, row_of(p, row), 0.f, 0.f, greedy ? 0.f : p.temperature[row], -LARGEST};
+    const double top_p = greedy ? 0. : p.top_p[row];
+    const float min_p = greedy ? 0.f : p.min_p[row];
+    int k = greedy ? 1 : p.top_k[row];
     float bottom;
-    const u64 best = peak_of(d.r, !p.temperature, bottom);
+    const u64 best = peak_of(d.r, greedy, bottom);
     const int likeliest = (int)~(u32)best;
-    const double top_p = p.temperature ? p.top_p[row] : 0.;
-    int k = p.temperature ? p.top_k[row] : 1;
     d.peak = number_of((u32)(best >> 32));
-    d.temperature = p.temperature ? p.temperature[row] : 0.f;
     if (d.temperature == 0.f || k == 1 || top_p == 0. || !finite(d.peak)) {
         if (first) finish(d, row, likeliest < p.vocab ? likeliest : 0);
         if (blocks() > 1) meet_cluster();  // the others' memory is read until here
@@ -116,7 +121,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) sampling(c
     k = k > 0 && k < p.vocab ? k : 0;
     d.temperature = fminf(fmaxf(d.temperature, 1e-30f), 1e30f);
     d.cool = LOG2E / d.temperature;
-    if (p.min_p[row] > 0.f) d.least = fmaxf(d.least, d.peak + d.temperature * logf(fmaxf(p.min_p[row], 1e-37f)));
+    if (min_p > 0.f) d.least = fmaxf(d.least, d.peak + d.temperature * logf(fmaxf(min_p, 1e-37f)));
     Aim aim = {k || top_p < 1., k > 0, k ? (double)k : top_p, -LARGEST, k && top_p < 1. ? -LARGEST : d.least};
     for (;;) {
         const Range range = search(d, aim, bottom);

@@ -13,7 +13,7 @@ typedef long long i64;
 
 enum { WARPS = THREADS / 32, EACH = 8 };  // scores of a group
 enum { BINS = 4096, DEEP = 1024 };
-constexpr float UNIT = 17592186044416.f;  // 2^44: 2^19 masses of 1 fit
+constexpr float UNIT = 549755813888.f;  // 2^39, of a mass of 1
 constexpr float LOG2E = 1.4426950408889634f, LARGEST = 3.4028234663852886e38f;
 constexpr u32 PART = 32767;  // a third of a mass: 2^17 of them fit into 32 bits
 
@@ -38,14 +38,16 @@ struct Told {  // what a block lets the others of its cluster read
     u32 bins[BINS + 4], deep[4 * DEEP];  // numbers of scores; in `deep` then also the three parts of their masses
     u64 best, bottom, sum, above;
     u64 kept[WARPS];
+    u64 number, beyond;
     float threshold;
-    u32 number, listed;
+    u32 listed;
     float scores[LIST];
     int tokens[LIST];
 };
 struct Memory {
     Told told;
     u64 of_warp[WARPS][3];
+    u32 starts[9];
     u64 before;
     u32 first, last, number, token;
 };
@@ -57,8 +59,8 @@ __device__ __forceinline__ void await_inputs() { asm volatile("griddepcontrol.wa
 __device__ __forceinline__ void admit_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 __device__ __forceinline__ int special(int which) {
     u32 rank, size;
-    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
     return which ? size : rank;
 }
 __device__ __forceinline__ int block_rank() { return special(0); }
@@ -66,7 +68,7 @@ __device__ __forceinline__ int blocks() { return special(1); }
 __device__ __forceinline__ const Told &told_by(int rank) {
     if (rank == block_rank()) return memory().told;
     u64 at;
-    asm volatile("mapa.u64 %0, %1, %2;" : "=l"(at) : "l"(&memory().told), "r"(rank));
+    asm("mapa.u64 %0, %1, %2;" : "=l"(at) : "l"(&memory().told), "r"(rank));
     return *(const Told *)at;
 }
 __device__ __forceinline__ void meet_cluster() {
@@ -91,7 +93,23 @@ __device__ __forceinline__ float of_half(u32 bits) {
 __device__ __forceinline__ float lowest() { return __uint_as_float(0xff800000u); }
 __device__ __forceinline__ float infinite() { return __uint_as_float(0x7f800000u); }
 __device__ __forceinline__ bool finite(float x) { return (__float_as_uint(x) & 0x7f800000u) != 0x7f800000u; }
-__device__ __forceinline__ u64 fixed(float mass) { return (u64)(mass * UNIT); }
+__device__ __forceinline__ u64 fixed(float mass) { return __float2ull_rn(mass * UNIT); }
+// A sum of what `fixed` makes of masses, of up to 512: a conversion to 64 bits would take longer than the exponential.
+// Adding 192 leaves a mass in units of 2^-16; the rest, with 1.5 * 2^-16 added, in those of 2^-39. The bits of the two
+// are summed as they are, and those of what was added taken off in the end.
+struct Masses {
+    u32 high = 0, low = 0;
+    __device__ __forceinline__ static Masses of(float mass) {
+        const float up = __fadd_rn(mass, 192.f), rest = __fsub_rn(mass, __fsub_rn(up, 192.f));
+        return {__float_as_uint(up), __float_as_uint(__fadd_rn(rest, 2.288818359375e-5f))};
+    }
+    __device__ __forceinline__ static Masses none() { return {0x43400000u, 0x37c00000u}; }
+    __device__ __forceinline__ void operator+=(Masses other) { high += other.high, low += other.low; }
+    __device__ __forceinline__ u64 value(u32 terms) const {
+        const int up = (int)(high - terms * none().high), rest = (int)(low - terms * none().low);
+        return (u64)((i64)up * (1 << 23) + rest);
+    }
+};
 // Integers in the order of the numbers: NaN above all, both zeros equal.
 __device__ __forceinline__ int key_of(float x) {
     const int bits = (int)__float_as_uint(x + 0.f);
@@ -124,15 +142,24 @@ template <class F> __device__ __forceinline__ u64 of_warp(u64 v, F both) {
     for (int o = 16; o; o /= 2) v = both(v, __shfl_xor_sync(~0u, v, o));
     return v;
 }
-template <class F> __device__ __forceinline__ u64 of_block(u64 v, F both) {  // to every thread
+// Of N numbers of a thread: what becomes of those of the block, to every thread.
+template <int N, class F> __device__ __forceinline__ void of_block(u64 (&v)[N], F both) {
     Memory &m = memory();
-    v = of_warp(v, both);
-    if (threadIdx.x % 32 == 0) m.of_warp[threadIdx.x / 32][0] = v;
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int n = 0; n < N; n++) {
+        v[n] = of_warp(v[n], both);
+        if (lane == 0) m.of_warp[threadIdx.x / 32][n] = v[n];
+    }
     __syncthreads();
-    v = m.of_warp[0][0];
-    for (int w = 1; w < WARPS; w++) v = both(v, m.of_warp[w][0]);
+#pragma unroll
+    for (int n = 0; n < N; n++) v[n] = of_warp(lane < WARPS ? m.of_warp[lane][n] : 0, both);
     __syncthreads();
-    return v;
+}
+// Of what each block tells: read by a lane for each, since one after the other takes as long for every block.
+template <class F> __device__ __forceinline__ u64 of_cluster(u64 Told::*what, F both) {
+    const int lane = threadIdx.x % 32;
+    return of_warp(lane < blocks() ? told_by(lane).*what : 0, both);
 }
 // Of N numbers of a thread: the sums of those of the threads before it, and of all.
 template <int N> __device__ __forceinline__ void sums_before(u64 (&v)[N], u64 (&total)[N]) {

@@ -68,14 +68,12 @@ __device__ __forceinline__ u64 peak_of(const Row &r, bool greedy, float &bottom)
         for (int i = EACH - 1; i >= 0; i--)
             if (key_of(x[i]) == key_of(best)) token = where * EACH - r.before + i;
     }
-    u64 top = of_block((u64)ordered(best) << 32 | (u32)~token, Most{});
-    u64 end = greedy ? 0 : of_block((u64)~ordered(bottom), Most{});
-    if (threadIdx.x == 0) m.told.best = top, m.told.bottom = end;
+    u64 v[2] = {(u64)ordered(best) << 32 | (u32)~token, (u64)~ordered(bottom)};
+    of_block(v, Most{});
+    if (threadIdx.x == 0) m.told.best = v[0], m.told.bottom = v[1];
     meet();
-    for (int rank = 0; rank < blocks(); rank++)
-        top = Most{}(top, told_by(rank).best), end = Most{}(end, told_by(rank).bottom);
-    bottom = number_of(~(u32)end);
-    return top;
+    if (!greedy) bottom = number_of(~(u32)of_cluster(&Told::bottom, Most{}));
+    return of_cluster(&Told::best, Most{});
 }
 
 // ---- a threshold in a row ----
@@ -101,23 +99,39 @@ __device__ __forceinline__ void count_steps(const Draw &d, float floor, float sc
     });
     meet();
 }
+// Sums the bins of all blocks, a power of 2: each block a part of them, in its own memory.
+__device__ __forceinline__ void merge() {
+    Memory &m = memory();
+    const int share = BINS / 4 / blocks();
+    uint4 *own = (uint4 *)m.told.bins;
+    for (int i = block_rank() * share + threadIdx.x; blocks() > 1 && i < (block_rank() + 1) * share; i += THREADS) {
+        uint4 sum = {};
+        for (int rank = 0; rank < blocks(); rank++) {
+            const uint4 more = ((const uint4 *)told_by(rank).bins)[i];
+            sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
+        }
+        own[i] = sum;
+    }
+    if (threadIdx.x == 0) m.told.beyond = m.told.bins[BINS];
+    meet();
+}
 // Leaves in memory the first step that the threshold can be in, the last one (BINS: it may lie below them all), and the
 // numbers of scores before the first and up to the last.
 __device__ __forceinline__ void locate(const Aim &aim, const Steps &s) {
     enum { MINE = BINS / THREADS };
     Memory &m = memory();
-    u32 numbers[MINE] = {}, beyond = 0;
+    u32 numbers[MINE] = {};
     if (threadIdx.x == 0) m.first = m.last = BINS, m.before = m.number = 0;
-    for (int rank = 0; rank < blocks(); rank++) {
-        const uint4 *from = (const uint4 *)told_by(rank).bins;
-        beyond += told_by(rank).bins[BINS];
+    merge();
+    const int at = threadIdx.x * MINE, owner = at / (BINS / blocks());
+    const uint4 *from = (const uint4 *)(told_by(owner).bins + at);
 #pragma unroll
-        for (int i = 0; i < MINE / 4; i++) {
-            const uint4 four = from[threadIdx.x * (MINE / 4) + i];
-            numbers[4 * i] += four.x, numbers[4 * i + 1] += four.y;
-            numbers[4 * i + 2] += four.z, numbers[4 * i + 3] += four.w;
-        }
+    for (int i = 0; i < MINE / 4; i++) {
+        const uint4 four = from[i];
+        numbers[4 * i] = four.x, numbers[4 * i + 1] = four.y;
+        numbers[4 * i + 2] = four.z, numbers[4 * i + 3] = four.w;
     }
+    const u64 beyond = of_cluster(&Told::beyond, Sum{});
     const auto most = [&](int i) { return numbers[i] * (aim.unit ? 1 : s.most(threadIdx.x * MINE + i)); };
     const auto fewest = [&](int i) { return numbers[i] * (aim.unit ? 1 : s.fewest(threadIdx.x * MINE + i)); };
     u64 v[3] = {}, all[3];
@@ -190,12 +204,11 @@ __device__ __forceinline__ void narrow(
     if (list) {
         __syncthreads();
     } else {
-        sum = of_block(sum, Sum{}), higher = of_block(higher, Sum{});
-        if (threadIdx.x == 0) m.told.sum = sum, m.told.above = higher;
+        u64 v[2] = {sum, higher};
+        of_block(v, Sum{});
+        if (threadIdx.x == 0) m.told.sum = v[0], m.told.above = v[1];
         meet();
-        sum = above = 0;
-        for (int rank = 0; rank < blocks(); rank++) sum += told_by(rank).sum, above += told_by(rank).above;
-        goal = aim.goal(sum);
+        above = of_cluster(&Told::above, Sum{}), goal = aim.goal(of_cluster(&Told::sum, Sum{}));
     }
     u64 masses[MINE], v[1] = {}, all[1];
     u32 numbers[MINE];
@@ -230,39 +243,39 @@ __device__ __forceinline__ void narrow(
 // Returns their number.
 __device__ __forceinline__ u32 gather(const Draw &d, const Aim &aim, const Range &range) {
     Memory &m = memory();
-    if (threadIdx.x == 0) m.told.listed = m.told.number = 0;
+    if (threadIdx.x == 0) m.told.listed = 0;
     __syncthreads();
-    u64 sum = 0, kept = 0;
-    u32 number = 0;
+    Masses sum, kept;
+    u32 number = 0, terms = 0;
     each(d.r, false, [&](int group, float(&x)[EACH]) {
         from_floor(aim.floor, x);
-        u32 chosen = 0;
+        bool chosen = false;
 #pragma unroll
         for (int i = 0; i < EACH; i++) {
-            const u64 mass = mass_of(d, x[i]);
+            const Masses mass = Masses::of(power((x[i] - d.peak) * d.cool));
             const bool above = x[i] >= range.high;
-            sum += mass, kept += above ? mass : 0;
-            chosen |= !above && x[i] >= range.low ? 1u << i : 0;
+            sum += mass, kept += above ? mass : Masses::none();
+            if (!above && x[i] >= range.low) chosen = true;
         }
+        terms += EACH;
         if (aim.unit)
 #pragma unroll
             for (int i = 0; i < EACH; i++) number += x[i] >= range.high;
         if (!chosen) return;
 #pragma unroll
         for (int i = 0; i < EACH; i++)
-            if (chosen >> i & 1) {
+            if (x[i] >= range.low && x[i] < range.high) {
                 const u32 place = atomicAdd(&m.told.listed, 1u);
                 if (place < LIST) m.told.scores[place] = x[i], m.told.tokens[place] = group * EACH - d.r.before + i;
             }
     });
-    kept = of_warp(kept, Sum{});
-    if (threadIdx.x % 32 == 0) m.told.kept[threadIdx.x / 32] = kept;
-    sum = of_block(sum, Sum{}), number = (u32)of_block(number, Sum{});
-    if (threadIdx.x == 0) m.told.sum = sum, m.told.number = number;
+    u64 v[3] = {sum.value(terms), kept.value(terms), number};
+    const u64 of_warp_kept = of_warp(v[1], Sum{});
+    if (threadIdx.x % 32 == 0) m.told.kept[threadIdx.x / 32] = of_warp_kept;
+    of_block(v, Sum{});
+    if (threadIdx.x == 0) m.told.sum = v[0], m.told.above = aim.unit ? v[2] : v[1], m.told.number = m.told.listed;
     meet();
-    u32 listed = 0;
-    for (int rank = 0; rank < blocks(); rank++) listed += told_by(rank).listed;
-    return listed;
+    return (u32)of_cluster(&Told::number, Sum{});
 }
 // The range of the threshold, whose scores are listed.
 __device__ __forceinline__ Range search(const Draw &d, const Aim &aim, float bottom) {

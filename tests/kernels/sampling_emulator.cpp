@@ -71,6 +71,8 @@ static unsigned __float_as_uint(float f) { unsigned bits; std::memcpy(&bits, &f,
 static float __fdiv_rn(float a, float b) { return a / b; }
 static float __fmul_rn(float a, float b) { return a * b; }
 static float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+static float __fadd_rn(float a, float b) { return a + b; }
+static unsigned long long __float2ull_rn(float v) { return std::nearbyint((double)v); }
 static float __fsub_rn(float a, float b) { return a - b; }
 static float larger(float a, float b) { return std::isnan(a) || std::isnan(b) ? NAN : a > b ? a : b; }
 static float power(float x) { return std::exp2(x); }
