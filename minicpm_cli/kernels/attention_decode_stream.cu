@@ -122,7 +122,7 @@ __device__ __forceinline__ void begin_part(const Params &p, Place &me, const Par
     s.top = LOWEST, s.total = 0.f;
 #pragma unroll
     for (int i = 0; i < EACH; i++) s.mixed[i] = 0.f;
-    const bool newest = part.split == 0;
+    const bool newest = part.split == 0 && threadIdx.x < LEADERS;  // whole warps: they exchange numbers
     const size_t slot = newest ? slot_of(p, me.row, part.older) : 0;
     load_head(p, me.row, me.key, me.piece, true, true, h);
     load_angle(p, me.row, me.piece, true, angle);
