@@ -72,7 +72,7 @@ class Answer(Response):
 
     async def _whole(self, send: Send) -> None:
         choices = [Choice() for _ in self._index]
-        while self._inbox.open:
+        while not self._inbox.over:
             for event in await self._inbox.take():
                 if (fault := _fault(event)) is not None:
                     await _send_fault(send, fault)
@@ -100,7 +100,7 @@ class Answer(Response):
             await _send_part(send, b"".join(frames), more=not failed)
             if failed:
                 return
-            if not self._inbox.open:
+            if self._inbox.over:
                 break
             events = await self._inbox.take(self._straight if self._outlet is not None else None)
         tail = _frame(self._shape.last(self._usage(usages))) if self.form.include_usage else b""

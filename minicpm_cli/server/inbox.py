@@ -21,6 +21,11 @@ class Inbox:
         self._ready = asyncio.Event()
         self._straight: Straight | None = None
 
+    @property
+    def over(self) -> bool:
+        """Whether nothing comes any more, and all of it was taken: a slow client's last events may still lie here."""
+        return not self.open and not self._events
+
     def put(self, event: Event) -> None:
         if self._straight is not None and not self._events and self._straight(event):
             return
