@@ -19,16 +19,17 @@ FEWEST_DRAFTED = 8  # rows of a step with drafts: each size would need a capture
 Forward = Callable[[ForwardBatch, Any], Tensor]
 Work = Callable[[], None]
 Capture = Callable[[Work], Work]
+Results = tuple[Tensor, Tensor]
 
 
 class Draw(Protocol):
-    """Draws on the device: ids [S] int64 and peaks [S] float32, the largest scores, of logits [S, V]."""
+    """Draws on the device: ids [S] int64 and peaks [S] float32, the largest scores, of logits [S, V]; into `out`."""
 
     def __call__(
-        self, logits: Tensor, state: DrawState, penalties: PenaltyState | None, /
-    ) -> tuple[Tensor, Tensor]: ...
+        self, logits: Tensor, state: DrawState, penalties: PenaltyState | None, /, *, out: Results | None = None
+    ) -> Results: ...
 
-    def greedy(self, logits: Tensor, /) -> tuple[Tensor, Tensor]: ...
+    def greedy(self, logits: Tensor, /, *, out: Results | None = None) -> Results: ...
 
 
 def padded(count: int, most: int) -> int:
@@ -53,12 +54,10 @@ class DeviceDraw:
             torch.max(logits.float(), -1, out=(peaks, ids))  # the lowest id among equals
             return
         if kind == "greedy":  # 122,753 logits of a row: torch's max takes 36 us of an H200
-            drawn = self.draw.greedy(logits)
+            self.draw.greedy(logits, out=(ids, peaks))
         else:
             penalties = penalty_state(rows, self.penalties.counts) if kind == "penalised" else None
-            drawn = self.draw(logits, DrawState.of(rows), penalties)
-        ids.copy_(drawn[0])
-        peaks.copy_(drawn[1])
+            self.draw(logits, DrawState.of(rows), penalties, out=(ids, peaks))
 
 
 class CudaCapture:

@@ -25,7 +25,12 @@ class Draws:
     """What the engine's own sampler draws, from the device's arrays alone."""
 
     def __call__(
-        self, logits: Tensor, state: DrawState, penalties: PenaltyState | None = None
+        self,
+        logits: Tensor,
+        state: DrawState,
+        penalties: PenaltyState | None = None,
+        *,
+        out: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         if penalties is not None:
             logits = penalised(logits, penalties)
@@ -47,10 +52,16 @@ class Draws:
             for seat, token in zip(penalties.seat.tolist(), ids.tolist(), strict=True):
                 if seat >= 0:
                     penalties.counts[seat, token] += 2
-        return ids, drawn.peak
+        return into(out, ids, drawn.peak)
 
-    def greedy(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        return logits.argmax(-1), logits.amax(-1)
+    def greedy(self, logits: Tensor, *, out: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+        return into(out, logits.argmax(-1), logits.amax(-1))
+
+
+def into(out: tuple[Tensor, Tensor] | None, *results: Tensor) -> tuple[Tensor, Tensor]:
+    for place, result in zip(out or (), results, strict=bool(out)):
+        place.copy_(result)
+    return results[0], results[1]
 
 
 def penalised(logits: Tensor, penalties: PenaltyState) -> Tensor:

@@ -306,14 +306,14 @@ def test_ctrl_c_anywhere_leaves_a_working_engine(where: str, count: int, monkeyp
     calls = 0
 
     def interrupting(function: Any) -> Any:
-        def call(*args: Any) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
             nonlocal calls
             calls += 1
             if calls == count:
                 if calls % 2:
-                    function(*args)  # the work is done, its caller never hears of it
+                    function(*args, **options)  # the work is done, its caller never hears of it
                 raise KeyboardInterrupt
-            return function(*args)
+            return function(*args, **options)
 
         return call
 
