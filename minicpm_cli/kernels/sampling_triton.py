@@ -15,7 +15,7 @@ from minicpm_cli.kernels.sampling import DrawState, PenaltyState
 from minicpm_cli.kernels.sampling_parts import EDGES
 
 LANES = 1024  # scores of the lists that are looked at together
-STEPS = (1, 4, 8)  # numbers of rows from which on the shape is another one
+STEPS = (1, 8)  # numbers of rows from which on the shape is another one: each is compiled anew, which takes seconds
 
 
 class Shape(NamedTuple):
@@ -30,9 +30,7 @@ class Shape(NamedTuple):
 
 def shape_for(rows: int) -> Shape:
     """Few rows are spread over all multiprocessors, many over few programs each."""
-    if rows < STEPS[1]:
-        return Shape(1024, 4, 4, 4)
-    return Shape(2048, 4, 4, 4) if rows < STEPS[2] else Shape(4096, 8, 8, 4)
+    return Shape(1024, 4, 4, 4) if rows < STEPS[1] else Shape(4096, 8, 8, 4)
 
 
 class TritonDraws:

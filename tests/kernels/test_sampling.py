@@ -115,7 +115,7 @@ def test_mixed_rows(vocab: int, spread: float, kernel_device: str, make: Make) -
     assert_drawn(logits, PARAMS, kernel_device, make)
 
 
-@pytest.mark.parametrize("rows", [1, 4, 9])
+@pytest.mark.parametrize("rows", [1, 9])
 def test_each_shape(rows: int, kernel_device: str) -> None:
     """Five chunks and fewer, as the GPU has them; the rows lie apart, as columns of a padded head."""
     padded = torch.randn(rows, 5003, generator=torch.Generator().manual_seed(rows)) * 2
