@@ -24,6 +24,7 @@ from minicpm_cli.errors import OutOfMemory
 
 __all__ = ["Engine", "EngineConfig", "EngineRequest", "TokenEvent"]
 
+WAITING = 16  # requests that are pulled, however long; beyond them no more than fill a step
 LOOKAHEAD = 2  # requests in hand beyond the seats, so that a seat is filled in the step in which it falls free
 IDLE_SECONDS = 0.001  # pause when nothing runs and the source has nothing right now
 
@@ -180,8 +181,14 @@ class Engine:
         return self.scheduler.commit(flight.plan, flight.draws())
 
     def _pull(self, source: Iterator[EngineRequest | None]) -> Iterator[TokenEvent]:
-        """Fills the hand from the source; yields the refusals."""
-        while self._source_open and self.scheduler.live < self.config.max_seqs + LOOKAHEAD:
+        """Fills the hand from the source as far as the next step has use for it; yields the refusals.
+
+        A source may take its time for each, and steps in flight compute meanwhile what came before.
+        """
+        scheduler, most = self.scheduler, self.config.max_batch_tokens
+        while self._source_open and scheduler.live < self.config.max_seqs + LOOKAHEAD:
+            if len(scheduler.waiting) >= WAITING and scheduler.backlog >= most:
+                return
             try:
                 request = next(source)
             except StopIteration:
@@ -189,7 +196,7 @@ class Engine:
                 return
             if request is None:
                 return
-            refusal = self.scheduler.add(request)
+            refusal = scheduler.add(request)
             if refusal:
                 yield refusal
 

@@ -78,6 +78,11 @@ class Scheduler:
         return self._repetition.goes_on
 
     @property
+    def backlog(self) -> int:
+        """Tokens of the sequences that wait for a seat."""
+        return sum([len(seq.tokens) for seq in self.waiting])
+
+    @property
     def live(self) -> int:
         return len(self.running) + len(self.waiting)
 
