@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from minicpm_cli.errors import RequestError
@@ -44,12 +44,18 @@ class Grammars:
         prefill: str = "",
         rules: str | None = None,
     ) -> GrammarMask | None:
-        """The mask of a new answer, whose text goes through `sink`; None where nothing is asked of it."""
+        """The mask of a new answer, whose text goes through `sink`; None where nothing is asked of it.
+
+        Its grammar is compiled when the mask is filled first, while a GPU reads prompts. Raises RequestError for a
+        prefill that does not fit.
+        """
         source = _source(params, rules)
         if source is None:
             return None
+        if begun := "" if sink.thinking else prefill:
+            self._matcher(source, begun)
         return GrammarMask(
-            self._matcher(source, "" if sink.thinking else prefill),
+            partial(self._matcher, source, begun),
             sink,
             budget,
             ends=self._eos_ids,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -33,16 +34,16 @@ class Budget(Protocol):
 
 
 class GrammarMask:
-    """A TokenMask over an LLMatcher. `ends` are the tokens that end an answer: not while the model thinks.
+    """A TokenMask over an LLMatcher, which `begin` makes when it is needed first.
 
-    `opens` may come first instead of the answer: they begin thinking. `spaces` may stand once between it and
-    the answer.
+    `ends` are the tokens that end an answer: not while the model thinks. `opens` may come first instead of the answer:
+    they begin thinking. `spaces` may stand once between it and the answer.
     `rest` are the tokens of what a token that is the end of a closing tag says of the answer.
     """
 
     def __init__(
         self,
-        matcher: Any,
+        begin: Callable[[], Any],
         sink: Thinking,
         budget: Budget | None = None,
         *,
@@ -51,10 +52,15 @@ class GrammarMask:
         spaces: Iterable[int] = (),
         rest: Callable[[int], list[int]] = lambda token: [],
     ) -> None:
-        self._matcher, self._sink, self._budget, self._rest = matcher, sink, budget, rest
+        self._begin, self._sink, self._budget, self._rest = begin, sink, budget, rest
         self._ends, self._spaces = frozenset(ends), frozenset(spaces)
         self._free = self._is_free()
         self._also = frozenset() if self._free else frozenset(opens)  # beside what the grammar allows
+
+    @cached_property
+    def _matcher(self) -> Any:
+        """Raises RequestError(schema_invalid)."""
+        return self._begin()
 
     def fill(self, row: Row) -> None:
         if self._free:
