@@ -101,13 +101,14 @@ class Say(Protocol):
 def measure_load(options: LoadOptions, say: Say) -> Load:
     """Raises UsageError or MinicpmError before there is any load."""
     wire = Wire(options.server, options.api_key)
+    target = Target(*wire.raw_post(CHAT))
     model = options.model or _model(wire)
     words = _words(wire, model)
     say(f"{options.count} requests of {_WORK.prompt} tokens, {_WORK.new} drawn for each, by {options.streams} streams")
     draw = random.Random()
     bodies = [_body(model, _text(draw, words), _WORK.new) for _ in range(options.count)]
     parts = _parts(bodies, options.streams)
-    begun, told = _run(_target(wire), parts)
+    begun, told = _run(target, parts)
     heard = [one for answers, _ in told for one in answers]
     return _load(options, model, heard, begun, [seconds for _, seconds in told])
 
@@ -160,11 +161,6 @@ def _body(model: str, text: str, new: int) -> bytes:
         "stream_options": {"include_usage": True},
     }
     return json.dumps(asked).encode()
-
-
-def _target(wire: Wire) -> Target:
-    address, head = wire.raw_post(CHAT)
-    return Target(address, head)
 
 
 # ---- by whom ------------------------------------------------------------------------------------------------------

@@ -85,7 +85,7 @@ def _served(
     if workloads:
         raise UsageError(f"a server is asked for streams alone; leave {' '.join(workloads)} out, or --server")
     model = None if settings.model_is_default else options.model
-    asked = LoadOptions(options.server, streams or STREAMS, requests, options.api_key, model)
+    asked = LoadOptions(options.server, STREAMS if streams is None else streams, requests, options.api_key, model)
     load = measure_load(asked.checked(), terminal.note)
     for line in [load.to_json()] if as_json else load.lines():
         print(line, file=terminal.out, flush=True)

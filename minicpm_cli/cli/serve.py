@@ -66,7 +66,6 @@ def serve(
     """
     from minicpm_cli.server.address import bind
     from minicpm_cli.server.apart import Front, Setup
-    from minicpm_cli.server.app import Service
     from minicpm_cli.server.served import Limits
 
     invocation: Invocation = context.obj
@@ -82,6 +81,8 @@ def serve(
         limits = Limits(max_body * _MIB, max_queue, drain_timeout)
         defaults = llm.defaults.checked(settings.sampling)
         if llm.open_texts is None or not _apart(http_process, llm):
+            from minicpm_cli.server.app import Service
+
             return _serve(terminal, Service(llm, names, defaults, limits, api_key), sock)
         setup = Setup(llm.open_texts, llm.info, names, defaults, limits, api_key, log=terminal.verbose)
         front = front or stack.enter_context(Front(sock))

@@ -52,6 +52,7 @@ class Front:
         self.pipe, theirs = spawn.Pipe()
         self._process = spawn.Process(target=_front, args=(theirs, sock), name="http", daemon=True)
         self._process.start()
+        self._serves = False
         theirs.close()
 
     def __enter__(self) -> Front:
@@ -60,14 +61,15 @@ class Front:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """It ends by itself when nobody is at the other end of its pipe."""
+        """It ends by itself when nobody is at the other end of its pipe; before it serves it is not waited for."""
         self.pipe.close()
-        self._process.join(_LAST_SECONDS)
+        self._process.join(_LAST_SECONDS if self._serves else 0)
         self._process.kill()
         self._process.join()
 
     def serve(self, llm: Served, setup: Setup, say: Callable[[str], None]) -> bool:
         """Until a signal. Returns whether requests were cut off. Raises MinicpmError if a part of it has failed."""
+        self._serves = True
         with suppress(OSError):  # it is gone, which reading finds
             self.pipe.send(setup)
         gc.freeze()  # the model's objects live as long as this does: looking through them holds steps up

@@ -61,6 +61,30 @@ def test_run_chat_and_batch_ask_a_server_that_is_warm(url: str, tmp_path: Path) 
     assert "Incorrect API key" in done.stderr
 
 
+def test_bench_measures_a_server(url: str) -> None:
+    done = real("bench", "--server", url, "--streams", "2", "--requests", "3")
+    assert (done.returncode, done.stderr) == (
+        0,
+        "minicpm: 3 requests of 512 tokens, 256 drawn for each, by 2 streams\n",
+    )
+    assert re.match(r"2 streams  [0-9,]+ tok/s  3 requests of 512 tokens, 768 new ones in ", done.stdout)
+    done = real("bench", "--server", url, "--streams", "1", "--requests", "1", "--json", "-q")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout)["tokens"] == 256
+
+
+def test_bench_says_what_a_server_is_not_asked_for(cli) -> None:
+    for arguments, message in (
+        (("--streams", "2"), "say which one with --server URL"),
+        (("--streams", "0", "--server", "x"), "--streams is 0"),
+        (("decode", "--server", "x"), "leave decode out"),
+        (("--server", "https://x"), "plain http"),
+    ):
+        done = cli("bench", *arguments)
+        assert (done.code, done.opened) == (2, False)
+        assert message in done.err
+
+
 def test_a_server_that_is_not_there_is_said(cli, monkeypatch) -> None:
     done = real("run", "--server", "127.0.0.1:9", "hello")
     assert done.returncode == 3
