@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from minicpm_cli.engine.inputs import ROW, Arrays, Layout, Shape, fill_draws
@@ -15,7 +16,7 @@ from minicpm_cli.engine.penalties import Penalties
 from minicpm_cli.engine.plan import Chunk, Kind, Plan
 from minicpm_cli.engine.sequence import Sequence
 
-ADVANCING = ("positions", "slots", "kv_len", "index")  # by one from a step to the next
+MOVING = ("positions", "slots", "kv_len")
 
 
 class DecodeLayout:
@@ -68,6 +69,7 @@ class DecodeHost:
         self._rows = np.arange(layout.rows)
         self._places: dict[int, tuple[Arrays, int, Tensor]] = {}
         self._before: Continued | None = None  # the step that the arrays are of, if it is one of those
+        self._moving: list[NDArray[Any]] = []  # what of them is one more in each step
         self._own = False  # whether each row's token is the one that the same row draws in the step before
 
     def fill(self, plan: Plan, count: int, kind: Kind) -> Tensor:
@@ -78,9 +80,11 @@ class DecodeHost:
             self._fill(plan, host, count, first, kind)
             return sent
         if before is not None and before.lockstep is plan.lockstep:
-            self._advance(plan, plan.number - before.number, host, first, kind)
+            self._advance(plan, plan.number - before.number, host, first)
         else:
             self._fill(plan, host, count, first, kind)
+            moving = MOVING if kind in ("greedy", "hosted") else (*MOVING, "index")
+            self._moving = [host[name][: plan.rows] for name in moving]
         self._before = plan
         return sent
 
@@ -100,11 +104,11 @@ class DecodeHost:
         if kind not in ("greedy", "hosted"):
             self._fill_draws(host, plan.sampled, count)
 
-    def _advance(self, plan: Continued, places: int, host: Arrays, first: int, kind: Kind) -> None:
+    def _advance(self, plan: Continued, places: int, host: Arrays, first: int) -> None:
         """Over the arrays of an earlier step of the same rows: a step is so many places further."""
         used, seq = plan.rows, plan.sampled[0]
-        for name in ("positions", "slots", "kv_len") if kind in ("greedy", "hosted") else ADVANCING:
-            host[name][:used] += places
+        for moving in self._moving:
+            moving += places
         for number in range(plan.number - places + 1, plan.number + 1):
             for row in plan.lockstep.turning(number):
                 self._turn(host, plan.sampled[row], row, plan.lockstep.first[row] + number, plan.number - number)

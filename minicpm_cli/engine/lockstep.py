@@ -16,7 +16,8 @@ new = tuple.__new__  # of a NamedTuple: half the time of its own, where there is
 class Lockstep:
     """Sequences that decode side by side, a token each in every step, for as long as nothing else happens to any.
 
-    Row i computed place `first[i]` in the step `begun`, whose number is 0, and computes the next one in each.
+    Row i computed place `first[i]` in the step `begun`, whose number is 0, and computes the next one in each. The
+    sequences themselves do not tell of these steps, in `planned` and `length`, until they `part`.
     """
 
     def __init__(self, begun: Plan, page_size: int) -> None:
@@ -47,15 +48,17 @@ class Lockstep:
         turning = self.turning(self.number + 1)
         if not self.goes_on or len(turning) > pool.available:
             return None
+        self.number += 1
         for row in turning:
             seq = self.seqs[row]
-            if seq.planned >= len(seq.pages) * self.page_size:
+            if self.first[row] + self.number >= len(seq.pages) * self.page_size:
                 seq.add_pages(pool.take(1, seq.pages[-1]))
-        for seq in self.seqs:
-            seq.planned += 1
-            seq.length += 1
-        self.number += 1
         return Continued(self, self.number)
+
+    def part(self) -> None:
+        for seq, place in zip(self.seqs, self.first, strict=True):
+            seq.planned = place + self.number + 1
+            seq.length = seq.planned + 1
 
     def last_in(self, number: int, tokens: list[int]) -> bool:
         """Whether one of the tokens drawn in that step may be the last of its sequence: a sink or a mask decides."""
@@ -104,6 +107,9 @@ class Repetition:
             self._begun = plan
 
     def end(self) -> None:
+        """Before what has been planned of one of the sequences is looked at, or is no more."""
+        if self._lockstep is not None:
+            self._lockstep.part()
         self._begun = self._lockstep = None
 
     @property

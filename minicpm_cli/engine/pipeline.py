@@ -41,13 +41,14 @@ class Passed:
         pass
 
 
+PASSED = Passed()
 Submit = Callable[[Work], Mark]
 Told = Callable[[Plan, list[int], list[float]], Drawn]
 
 
 def submit_now(work: Work) -> Mark:
     work()
-    return Passed()
+    return PASSED
 
 
 class CudaQueue:
@@ -70,7 +71,7 @@ class Slot:
         self.inputs = DecodeHost(layout, page_size, penalties, pinned=pinned)
         self.results = torch.zeros(layout.drawn.stop, dtype=torch.uint8, pin_memory=pinned)
         self._words = partial(torch.empty, layout.rows, words_of(penalties.vocab), dtype=torch.int32, pin_memory=pinned)
-        self.mark: Mark = Passed()
+        self.mark: Mark = PASSED
         views = layout.drawn.host(self.results)
         self.ids: NDArray[np.int64] = views["drawn"]
         self.peaks: NDArray[np.float32] = views["peak"]
@@ -92,6 +93,8 @@ class DeviceFlight:
 
     def wait(self) -> None:
         self._mark.synchronize()
+        if self._slot.mark is self._mark:
+            self._slot.mark = PASSED
 
     def draws(self) -> Drawn:
         count = len(self.plan.sampled)

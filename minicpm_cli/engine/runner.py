@@ -171,7 +171,9 @@ class Runner:
 
     def _on_device(self) -> AbstractContextManager[None]:
         """Makes the model's GPU the one that kernels are launched on, whichever thread asks."""
-        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+        if self.device.type != "cuda" or self.device.index == torch.cuda.current_device():
+            return nullcontext()
+        return torch.cuda.device(self.device)
 
 
 def _kernel_draws(config: EngineConfig, model: Model) -> Draw | None:

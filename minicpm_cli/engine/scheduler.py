@@ -311,8 +311,8 @@ class Scheduler:
         return TokenEvent(seq.request.id, token, logprob, finish, usage, timings)
 
     def _release(self, seq: Sequence) -> None:
+        self._repetition.end()
         self.running.remove(seq)
         self.pool.drop(seq.pages)
         seq.clear_pages()
         seq.seated = self._stuck = False
-        self._repetition.end()

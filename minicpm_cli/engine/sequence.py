@@ -95,7 +95,7 @@ class TokenEvent(NamedTuple):
     error: Exception | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Drawn:
     """What sampling says of a step's rows: their tokens; by row, what was asked beside, or why there is no token."""
 
