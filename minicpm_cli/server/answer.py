@@ -72,8 +72,15 @@ class Answer(Response):
 
     async def _whole(self, send: Send) -> None:
         choices = [Choice() for _ in self._index]
+
+        def add(event: Event) -> bool:
+            """Nobody need be woken for a piece of text."""
+            if plain := _plain(event):
+                choices[self._index[event.id]].add(event)
+            return plain
+
         while not self._inbox.over:
-            for event in await self._inbox.take():
+            for event in await self._inbox.take(add):
                 if (fault := _fault(event)) is not None:
                     await _send_fault(send, fault)
                     return
