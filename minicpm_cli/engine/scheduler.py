@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable
 
 from minicpm_cli.engine.lockstep import Continued, Repetition
-from minicpm_cli.engine.pages import DUMMY, ROOT, PagePool
+from minicpm_cli.engine.pages import DUMMY, PagePool
 from minicpm_cli.engine.plan import Chunk, Plan
 from minicpm_cli.engine.sequence import (
     SPECULATING,
@@ -259,15 +259,8 @@ class Scheduler:
         return budget - count
 
     def _seal(self, seq: Sequence, computed: int) -> None:
-        """Seals what is full of the pages of a sequence's first tokens."""
-        size = self.config.page_size
-        while (seq.sealed + 1) * size <= computed:
-            place, start = seq.sealed, seq.sealed * size
-            parent = seq.pages[place - 1] if place else ROOT
-            tokens = seq.tokens[start : start + size].tobytes()
-            if seq.swap_page(place, self.pool.seal(seq.pages[place], parent, tokens)):
-                self._repetition.end()
-            seq.sealed = place + 1
+        if seq.seal_pages(self.pool, computed):
+            self._repetition.end()
 
     def _append(self, seq: Sequence, token: int, logprob: Logprob | None, now: float) -> TokenEvent:
         """Takes a drawn token in and sees whether it is the last one."""

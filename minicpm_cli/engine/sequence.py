@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from minicpm_cli.engine.lookup import Lookup
+from minicpm_cli.engine.pages import ROOT, PagePool
 from minicpm_cli.errors import ContextOverflow, RequestError
 from minicpm_cli.types import FinishReason, Logprob, SamplingParams, Timings, TokenMask, TokenSink, Usage
 
@@ -196,14 +197,21 @@ class Sequence:
                 self.run = -1
             self.pages.append(page)
 
-    def swap_page(self, place: int, page: int) -> bool:
-        """Whether it is another one than before."""
-        if page == self.pages[place]:
-            return False
-        self.version += 1
-        self.pages[place] = page
-        self.run = page if len(self.pages) == 1 else -1
-        return True
+    def seal_pages(self, pool: PagePool, computed: int) -> bool:
+        """Seals the pages that the first `computed` tokens fill. True: others took the place of some."""
+        size, version = pool.page_size, self.version
+        while (self.sealed + 1) * size <= computed:
+            place, start = self.sealed, self.sealed * size
+            parent = self.pages[place - 1] if place else ROOT
+            self._swap_page(place, pool.seal(self.pages[place], parent, self.tokens[start : start + size].tobytes()))
+            self.sealed = place + 1
+        return self.version != version
+
+    def _swap_page(self, place: int, page: int) -> None:
+        if page != self.pages[place]:
+            self.version += 1
+            self.pages[place] = page
+            self.run = page if len(self.pages) == 1 else -1
 
     def clear_pages(self) -> None:
         self.version += 1
