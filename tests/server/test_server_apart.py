@@ -342,3 +342,45 @@ def test_nothing_is_left_of_a_server_whose_engine_is_killed(program) -> None:
     _, alive = psutil.wait_procs(children, timeout=10)
     assert not alive
     connection.close()
+
+
+# ---- for long -----------------------------------------------------------------------------------------------------
+
+
+def _drawn(request: Request) -> str:
+    """Words that no other request has, as many as its number says."""
+    number = int(str(request.messages[-1].content))
+    return " ".join(f"{number}:{word}" for word in range(number % 97))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_streams_of_all_lengths_for_a_minute_some_of_them_left_lose_and_mix_nothing(apart) -> None:
+    server, end = apart(FakeLLM(answer=_drawn, seats=64, delay=0.00005)), time.monotonic() + 60
+
+    def asked(number: int) -> int:
+        connection = server.sent(messages=[{"role": "user", "content": str(number)}], stream=number % 5 > 0)
+        with closing(connection), connection.getresponse() as response:
+            if number % 7 == 0:
+                response.readline()
+                return 0
+            raw = response.read()
+        if number % 5:
+            chunks = [json.loads(event[6:]) for event in raw.split(b"\n\n")[:-2]]
+            text = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks)
+            assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
+        else:
+            text = json.loads(raw)["choices"][0]["message"]["content"]
+        assert text == " ".join(f"{number}:{word}" for word in range(number % 97))
+        return 1
+
+    def worker(place: int) -> int:
+        done, number = 0, place
+        while time.monotonic() < end:
+            done, number = done + asked(number), number + 48
+        return done
+
+    with ThreadPoolExecutor(48) as pool:
+        assert min(pool.map(worker, range(48))) >= 10
+    until(lambda: not server.llm.running)
+    until(lambda: server.number("minicpm_requests_running") == server.number("minicpm_requests_waiting") == 0)
