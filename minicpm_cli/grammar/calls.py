@@ -10,7 +10,7 @@ from minicpm_cli.errors import RequestError
 from minicpm_cli.grammar.element import element_rules
 from minicpm_cli.grammar.source import embedded_json, reason, refuse
 
-_LINE = re.compile(r"(\w+): %(json|text|tag) (.*)")
+_LINE = re.compile(r"(\w+): %(json|text|tag|until) (.*)")
 
 
 def call_grammar(rules: str, control: Mapping[str, int]) -> str:
@@ -30,10 +30,16 @@ def _completed(line: str, control: Mapping[str, int]) -> str:
         return line
     rule, kind, given = found[1], found[2], json.loads(found[3])
     if kind == "tag":
-        return f"{rule}: <[{control[given]}]>" if given in control else f"{rule}: {json.dumps(given)}"
+        return f"{rule}: {_tag(given, control)}"
+    if kind == "until":  # a lazy text ends where its last words are there; a token is none of them
+        return f"{rule}{'' if given in control else '[lazy]'}: TEXT {_tag(given, control)}"
     place, schema = given
     try:
         embedded = embedded_json(schema)  # looks for what is wrong with it, too
         return f"{rule}: {embedded}" if kind == "json" else "\n".join(element_rules(rule, schema))
     except RequestError as error:
         raise RequestError(error.code, f"tools: {place}: {error}") from None
+
+
+def _tag(text: str, control: Mapping[str, int]) -> str:
+    return f"<[{control[text]}]>" if text in control else json.dumps(text)

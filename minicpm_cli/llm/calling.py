@@ -20,7 +20,8 @@ _ID_DIGITS = 24
 class Calling:
     """The tools that an answer may call, in the model's own way.
 
-    `forced` is empty where it need not; with `one`, a single call is the answer.
+    `forced` has no beginning where it need not, and no rules where calls are not held to the tools' schemas; with
+    `one`, a single call is the answer.
     """
 
     how: ToolFormat
@@ -77,12 +78,19 @@ def _check_history(request: Request, template: ChatTemplate | None) -> None:
 def _forced(request: Request, how: ToolFormat) -> Forced:
     choice = request.tool_choice
     if choice.mode != "required":
-        return Forced()
+        return Forced(rules=_held(request, how))
     taken = {"a schema": request.params.schema, "a regex": request.params.regex, "a prefill": request.prefill or None}
     for name, value in taken.items():
         if value is not None:
             raise RequestError("bad_parameter", f"tool_choice: an answer that must call has no place for {name}")
     return how.forced(_offered(request.tools, choice.name))
+
+
+def _held(request: Request, how: ToolFormat) -> str | None:
+    """The rules of calls that need not be made, where all tools are `strict` as OpenAI has it."""
+    free = request.params.schema is None and request.params.regex is None
+    strict = all(tool.definition["function"].get("strict") is True for tool in request.tools)
+    return how.held(request.tools) if free and strict else None
 
 
 def _offered(tools: Sequence[Tool], name: str | None) -> Sequence[Tool]:

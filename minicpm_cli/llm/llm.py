@@ -175,7 +175,7 @@ class LLM:
         engine_request = EngineRequest(
             request.id, tuple(prompt.ids or ()), params, seed, eos_ids=self._prompter.eos_ids, sink=out, mask=mask
         )
-        asked = mask is not None and mask is not budget and params is request.params  # a forced call is no answer
+        asked = mask is not None and mask is not budget and params is request.params and rules is None  # calls are none
         follows = partial(self._prompter.grammars.complete, params) if asked else None
         return engine_request, _Running(request.id, out, seed, follows, [request.prefill], budget)
 

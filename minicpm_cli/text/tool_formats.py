@@ -41,6 +41,10 @@ class ToolFormat(Protocol):
         """How an answer is made to call one of these."""
         ...
 
+    def held(self, tools: Sequence[Tool]) -> str:
+        """The rules of an answer that may call, and whose calls are of the tools' schemas; see `tool_rules`."""
+        ...
+
     def refuses(self, tool: Tool) -> str | None:
         """Why the tool cannot be called in this format."""
         ...

@@ -1,8 +1,8 @@
-"""A call that must be made, in a notation of the model's own, as rules of a grammar: each argument held to its schema.
+"""Calls in a notation of the model's own as rules of a grammar: each argument held to its schema.
 
-The rules are Lark's, but for lines of three kinds that `minicpm_cli.grammar.calls` completes: `x: %json [place,
+The rules are Lark's, but for lines of four kinds that `minicpm_cli.grammar.calls` completes: `x: %json [place,
 schema]` is a value in JSON, `x: %text [place, schema]` one as the text of an XML element, `x: %tag "text"` a control
-token, where the vocabulary has it as one.
+token, where the vocabulary has it as one, and `x: %until "text"` whatever is said before that, and it.
 """
 
 from __future__ import annotations
@@ -48,6 +48,23 @@ def rules(tools: Sequence[Tool], heads: Sequence[str], notation: Notation) -> st
         lines.append(f"t{place}: {literal(head)} t{place}_a0 {notation.ends}")
         lines += _arguments(f"t{place}", tool, notation)
     return "\n".join(lines)
+
+
+def among_words(rules: str, opening: str, before: str = "", behind: str = "") -> str:
+    """`rules`, whose beginning is a call, as those of an answer that calls where it likes: a call has `opening` and,
+    as rules, what is `before` and `behind` it.
+    """
+    first, _, rest = rules.partition("\n")
+    call = first.removeprefix("start: ")
+    return "\n".join(
+        (
+            "start: (spoken call)* TEXT",
+            r"TEXT: /(.|\n)*/",
+            f"spoken: %until {literal(opening)}",
+            f"call: {before} ({call}) {behind}",
+            rest,
+        )
+    )
 
 
 def literal(text: str) -> str:

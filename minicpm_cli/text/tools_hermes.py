@@ -9,7 +9,7 @@ from typing import Any
 from minicpm_cli.text.tool_blocks import Forced, Quoted, Tags
 from minicpm_cli.text.tool_json import read_calls
 from minicpm_cli.text.tool_preview import Growing, Reading
-from minicpm_cli.text.tool_rules import BEYOND
+from minicpm_cli.text.tool_rules import BEYOND, among_words, literal
 from minicpm_cli.text.tool_values import Malformed, strict_json, typed_arguments
 from minicpm_cli.types import Tool
 
@@ -40,6 +40,15 @@ class Hermes:
         calls = [_call_schema(tool, place) for place, tool in enumerate(tools)]
         definitions = {f"tool{place}": _schema(tool) for place, tool in enumerate(tools)}
         return Forced("<tool_call>\n", json.dumps({"anyOf": calls, "$defs": definitions}), ended="\n</tool_call>")
+
+    def held(self, tools: Sequence[Tool]) -> str:
+        lines = [f"start: {' | '.join(f't{place}' for place in range(len(tools)))}"]
+        for place, tool in enumerate(tools):
+            head = f'\n{{"name": "{tool.name}", "arguments": '
+            lines.append(f"t{place}: {literal(head)} t{place}_v {literal(f'}}{chr(10)}')}")
+            lines.append(f"t{place}_v: %json {json.dumps([tool.name, _schema(tool)])}")
+        lines.append(f"close: %tag {literal(self.tags.close)}")
+        return among_words("\n".join(lines), self.tags.open, behind="close")
 
     def refuses(self, tool: Tool) -> str | None:
         return None

@@ -18,7 +18,7 @@ from typing import Any
 from minicpm_cli.errors import RequestError
 from minicpm_cli.text.tool_blocks import Forced, Quoted, Tags
 from minicpm_cli.text.tool_preview import Begun, Growing, Reading, Steps
-from minicpm_cli.text.tool_rules import Notation, literal, rules
+from minicpm_cli.text.tool_rules import Notation, among_words, literal, rules
 from minicpm_cli.text.tool_values import Malformed, argument_types, typed_arguments
 from minicpm_cli.types import Tool
 
@@ -68,6 +68,11 @@ class MiniCPM3:
         if len(tools) == 1:
             begun, heads = begun + heads[0], [""]
         return Forced(begun, rules=rules(tools, heads, _NOTATION), ended=f"\n```\n{_CLOSE}")
+
+    def held(self, tools: Sequence[Tool]) -> str:
+        lines = rules(tools, [f"{tool.name}(" for tool in tools], _NOTATION)
+        before, behind = literal("\n```python\n"), f"{literal(f'{chr(10)}```{chr(10)}')} close"
+        return among_words(f"{lines}\nclose: %tag {literal(_CLOSE)}", _OPEN, before, behind)
 
     def refuses(self, tool: Tool) -> str | None:
         if tool.name.isidentifier() and not keyword.iskeyword(tool.name):

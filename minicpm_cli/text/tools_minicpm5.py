@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from minicpm_cli.text.tool_blocks import Cdata, Forced, Tags
 from minicpm_cli.text.tool_preview import Begun, Growing, Reading
-from minicpm_cli.text.tool_rules import Notation, literal, rules
+from minicpm_cli.text.tool_rules import Notation, among_words, literal, rules
 from minicpm_cli.text.tool_values import Malformed, argument_types, from_text, json_text, without_entities
 from minicpm_cli.types import Tool
 
@@ -60,6 +60,10 @@ class MiniCPM5:
         if len(tools) == 1:
             begun, heads = begun + heads[0], [""]
         return Forced(begun, rules=rules(tools, heads, _NOTATION))
+
+    def held(self, tools: Sequence[Tool]) -> str:
+        heads = [f'name="{tool.name}">' for tool in tools]
+        return among_words(rules(tools, heads, _NOTATION), self.tags.open, before='" "?')
 
     def refuses(self, tool: Tool) -> str | None:
         return None

@@ -46,14 +46,28 @@ def allowed(mask: object, size: int) -> list[int]:
 
 
 def walk(
-    params: SamplingParams, seed: int, family: str = FAMILIES[0], most: int = 4000, rules: str | None = None
+    params: SamplingParams,
+    seed: int,
+    family: str = FAMILIES[0],
+    most: int = 4000,
+    rules: str | None = None,
+    begun: str = "",
+    until: str | None = None,
 ) -> str | None:
-    """A random answer; None if it does not end within `most` tokens. Ends and closing marks are likelier."""
+    """A random answer that goes on from `begun`, up to `until` if that comes; None if it does not end within `most`
+    tokens. Ends and closing marks are likelier.
+    """
     known, chance = tokenizer(family), random.Random(seed)
     mask = grammars(family).mask(replace(params, think=False), Answering(), rules=rules)
     assert mask is not None
     data = b""
+    for token in known.encode(begun, control=True):
+        assert token in allowed(mask, known.vocab_size), f"{known.piece(token)!r} may not follow {data!r}"
+        mask.accept(token)
+        data += known.piece(token)
     for _ in range(most):
+        if until is not None and data.endswith(until.encode()):
+            return data.decode()
         tokens = allowed(mask, known.vocab_size)
         assert tokens, f"nothing may follow {data!r}"
         closing = [t for t in tokens if t in known.eos_ids_hint or known.piece(t) in CLOSING]

@@ -15,6 +15,7 @@ from minicpm_cli.grammar.element import element_rules
 from minicpm_cli.text.tool_blocks import Forced
 from minicpm_cli.text.tool_formats import ToolFormat
 from minicpm_cli.text.tools import tools_of
+from minicpm_cli.text.tools_hermes import Hermes
 from minicpm_cli.text.tools_minicpm3 import MiniCPM3
 from minicpm_cli.text.tools_minicpm5 import MiniCPM5
 from minicpm_cli.types import SamplingParams
@@ -138,3 +139,43 @@ def test_alternatives_beside_anchors(pattern: str, good: bool) -> None:
     else:
         with pytest.raises(RequestError, match="put them in brackets"):
             element_rules("x", schema)
+
+
+# ---- calls that need not be made ----------------------------------------------------------------------------------
+
+ALL: dict[str, ToolFormat] = {**FORMATS, "hermes": Hermes()}
+RAWS = [tool("first", "unit", "days", required=("days",)), tool("second", "text", required=("text",))]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("how", ALL)
+def test_what_begins_as_a_call_is_one(how: str, family: str) -> None:
+    form, tools = ALL[how], {each.name: each for each in tools_of(RAWS)}
+    found = set()
+    for seed in range(8):
+        begun = f"Let me see < 3.\n{form.tags.open}"
+        rules = form.held(list(tools.values()))
+        text = walk(SamplingParams(), seed, family, rules=rules, begun=begun, until=form.tags.close)
+        assert text is not None
+        ((name, arguments),) = form.parse(text[text.index(form.tags.open) :], tools)
+        jsonschema_rs.validate(RAWS[name == "second"]["function"]["parameters"], json.loads(arguments))
+        found.add(name)
+    assert found == {"first", "second"}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("how", ALL)
+def test_all_else_may_be_said_and_may_end(how: str, family: str) -> None:
+    form = ALL[how]
+    text = f"A <tag>, {{braces}}, {form.tags.open[:-1]}\n\nö 世"
+    rules = form.held(tools_of(RAWS))
+    said = walk(SamplingParams(), 1, family, rules=rules, begun=text, until=text)
+    assert said is not None
+    assert said.removeprefix(" ") == text, "SentencePiece begins with a blank"
+    call = walk(SamplingParams(), 1, family, rules=rules, begun=form.tags.open, until=form.tags.close)
+    assert call is not None
+    twice = f"so {call.removeprefix(' ')} and {call.removeprefix(' ')}."
+    said = walk(SamplingParams(), 1, family, rules=rules, begun=twice, until=twice)
+    assert said is not None
+    assert said.removeprefix(" ") == twice
+    assert walk(SamplingParams(), 1, family, rules=rules, begun=twice) is not None

@@ -189,6 +189,18 @@ class TestMustCall:
         text, calls, finish = answered(model(source).stream([ask("required", temperature=1.0)]))
         assert (text, finish, len(calls)) == ("", "tool_calls", 1)
 
+    @pytest.mark.parametrize("source", [HERMES_TOOLS, MINICPM3_TOOLS, MINICPM5_TOOLS])
+    def test_strict_tools_leave_an_answer_as_free_as_ever(self, model, source: str) -> None:
+        strict = [{"type": "function", "function": each | {"strict": True}} for each in (WEATHER, NOW)]
+        llm, free = model(source), ask(max_tokens=30)
+        held = replace(free, tools=tools_of(strict))
+        found = [[e.text for e in llm.stream([request]) if e.text] for request in (held, replace(held, id="b"))]
+        assert found[0] == found[1]
+        *_, last = llm.stream([held])
+        assert (last.finish in ("length", "stop"), last.incomplete) == (True, False)
+        assert llm._prompter.calling(held).forced.rules  # type: ignore[union-attr]
+        assert llm._prompter.calling(free).forced.rules is None  # type: ignore[union-attr]
+
     def test_what_no_call_can_be_held_to(self, model) -> None:
         schema = {"type": "object", "properties": {"x": {"not": {}}}}
         tools = tools_of([{"type": "function", "function": {"name": "f", "parameters": schema}}])
