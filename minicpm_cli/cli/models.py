@@ -56,7 +56,7 @@ def pull(
     *,
     flags: Flags,
 ) -> None:
-    """Fetch a model and check what came."""
+    """Fetch a model, or a LoRA adapter, and check what came."""
     from minicpm_cli.hub import pull as fetch
 
     invocation: Invocation = context.obj

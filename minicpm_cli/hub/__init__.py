@@ -13,7 +13,7 @@ from minicpm_cli.disk import path_of
 from minicpm_cli.errors import ModelError, ModelNotFound, WeightsError
 from minicpm_cli.hub import cache, catalog, demo
 from minicpm_cli.hub.catalog import CATALOG, CatalogEntry
-from minicpm_cli.hub.contents import RepoName
+from minicpm_cli.hub.contents import NotAModel, RepoName
 from minicpm_cli.hub.files import ModelFiles, Progress, check_path, sha256
 from minicpm_cli.hub.identity import identity
 from minicpm_cli.settings import Settings
@@ -54,9 +54,15 @@ def resolve(name: str, settings: Settings, progress: Progress | None = None) -> 
 
 
 def pull(name: str, settings: Settings, progress: Progress | None = None) -> ModelFiles:
-    """`resolve`, newest version first, and every byte of the weights is read again: is it what was published?"""
+    """`resolve`, newest version first, and every byte of the weights is read again: is it what was published?
+
+    An adapter is fetched as well.
+    """
     report = progress or _silent
-    files = _resolve(name, settings, report, refresh=True)
+    try:
+        files = _resolve(name, settings, report, refresh=True)
+    except NotAModel:
+        files = _adapter(RepoName.parse(name), report, refresh=True)
     if files.path == demo.path_in(settings.cache_dir):
         demo.verify(settings.cache_dir, report)
     elif files.revision is not None:
@@ -70,9 +76,7 @@ def adapter(name: str, progress: Progress | None = None) -> Path:
     named = None if path.is_dir() else RepoName.parse(name)
     if named is None or named.file is not None:
         return path
-    from minicpm_cli.hub import repo
-
-    return repo.fetch(replace(named, adapter=True), progress or _silent).path
+    return _adapter(named, progress or _silent, refresh=False).path
 
 
 @contextmanager
@@ -123,6 +127,13 @@ def _resolve(name: str, settings: Settings, report: Progress, *, refresh: bool) 
     from minicpm_cli.hub import repo
 
     return replace(repo.fetch(repository, report, refresh=refresh), name=name)
+
+
+def _adapter(name: RepoName | None, report: Progress, *, refresh: bool) -> ModelFiles:
+    from minicpm_cli.hub import repo
+
+    assert name is not None, "what was looked into has a name"
+    return repo.fetch(replace(name, adapter=True), report, refresh=refresh)
 
 
 def _present(name: str, settings: Settings) -> ModelFiles | None:

@@ -26,6 +26,10 @@ _ADAPTER, _ADAPTER_WEIGHTS = "adapter_config.json", ("adapter_model.safetensors"
 _NOT_THE_MODEL = ("*.py", "adapter_*", "consolidated*")  # code, LoRA adapters, a second copy in another layout
 
 
+class NotAModel(ModelNotFound):
+    """A repository that holds a LoRA adapter."""
+
+
 @dataclass(frozen=True, slots=True)
 class RepoName:
     """`file` is a .gguf file of the repository, `revision` a branch, a tag or a commit; mostly both are None.
@@ -66,7 +70,7 @@ def wanted_files(repo: str, names: list[str]) -> list[str]:
     safetensors, binaries = ([n for n in top if _matches(n, kind)] for kind in (_SAFETENSORS, _BIN))
     weights = safetensors if any(n.endswith(".safetensors") for n in safetensors) else binaries
     if not any(n.endswith((".safetensors", ".bin")) for n in weights):
-        raise ModelNotFound(_no_weights(repo, names))
+        raise _no_weights(repo, names)
     if "config.json" not in top:
         raise ModelNotFound(f"{repo} has weights but no config.json; it is not a complete model")
     return [n for n in top if _matches(n, _CONFIGS)] + weights
@@ -82,13 +86,15 @@ def adapter_files(repo: str, names: Iterable[str]) -> list[str]:
     return [_ADAPTER, weights]
 
 
-def _no_weights(repo: str, names: list[str]) -> str:
+def _no_weights(repo: str, names: list[str]) -> ModelNotFound:
     ggufs = _ggufs(names)
     if ggufs:
-        return f"{repo} holds GGUF files: name one, such as -m {repo}/{ggufs[0]}. All: {', '.join(ggufs)}"
+        return ModelNotFound(
+            f"{repo} holds GGUF files: name one, such as -m {repo}/{ggufs[0]}. All: {', '.join(ggufs)}"
+        )
     if _ADAPTER in names:
-        return f"{repo} is a LoRA adapter, not a model: give its model with -m, and --lora {repo}"
-    return f"{repo} holds no weights (no .safetensors, pytorch_model*.bin or .gguf file)"
+        return NotAModel(f"{repo} is a LoRA adapter, not a model: give its model with -m, and --lora {repo}")
+    return ModelNotFound(f"{repo} holds no weights (no .safetensors, pytorch_model*.bin or .gguf file)")
 
 
 def _ggufs(names: list[str]) -> list[str]:

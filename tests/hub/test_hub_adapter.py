@@ -9,8 +9,8 @@ from fake_hub import COMMIT, FakeHub
 from tiny_repo import REPO
 
 from minicpm_cli.cli.runtime import Invocation, Runtime
-from minicpm_cli.errors import ModelNotFound
-from minicpm_cli.hub import adapter, resolve
+from minicpm_cli.errors import ModelNotFound, WeightsError
+from minicpm_cli.hub import adapter, pull, resolve
 from minicpm_cli.settings import Settings
 
 FILES = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"lora" * 2000, "adapter_model.bin": b"pickle"}
@@ -57,6 +57,14 @@ def test_what_is_none(hub: FakeHub, isolated: Settings) -> None:
 def test_an_adapter_that_is_taken_for_a_model(lora: FakeHub, isolated: Settings) -> None:
     with pytest.raises(ModelNotFound, match=f"not a model: give its model with -m, and --lora {REPO}"):
         resolve(REPO, isolated)
+
+
+def test_pull_fetches_it_again_and_checks_it(lora: FakeHub, isolated: Settings) -> None:
+    files = pull(REPO, isolated)
+    assert (files.path / "adapter_model.safetensors").is_file()
+    (files.path / "adapter_model.safetensors").resolve().write_bytes(b"lord" * 2000)
+    with pytest.raises(WeightsError, match="is damaged"):
+        pull(REPO, isolated)
 
 
 def test_commands_that_load_get_its_folder(lora: FakeHub, isolated: Settings) -> None:
