@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from minicpm_cli.server.faults import STOPPING, Fault, fault_of
-from minicpm_cli.server.inbox import Inbox
+from minicpm_cli.server.inbox import Inbox, is_plain, joined
 from minicpm_cli.server.loop import EngineLoop
 from minicpm_cli.server.outlet import Outlet, outlet_of
 from minicpm_cli.server.shapes import Choice, Json, Shape, usage_of
@@ -75,7 +75,7 @@ class Answer(Response):
 
         def add(event: Event) -> bool:
             """Nobody need be woken for a piece of text."""
-            if plain := _plain(event):
+            if plain := is_plain(event):
                 choices[self._index[event.id]].add(event)
             return plain
 
@@ -116,7 +116,7 @@ class Answer(Response):
     def _straight(self, event: Event) -> bool:
         """Writes a piece of text; anything else, and a client that is slow, is left to `_stream`."""
         outlet = self._outlet
-        if outlet is None or not _plain(event) or not outlet.open:
+        if outlet is None or not is_plain(event) or not outlet.open:
             return False
         if frame := self._text(self._index[event.id], event):
             outlet.write(frame)
@@ -129,7 +129,7 @@ class Answer(Response):
             index = self._index[event.id]
             if (fault := _fault(event)) is not None:
                 return [*frames, _frame(fault.body)], True
-            if _plain(event):
+            if is_plain(event):
                 frames.append(self._text(index, event))
             elif (piece := self._shape.piece(index, event)) is not None:
                 frames.append(self._frame(piece))
@@ -156,28 +156,6 @@ def _fault(event: Event) -> Fault | None:
     if event.finish == "cancelled":
         return STOPPING
     return fault_of(event.error) if event.finish == "error" else None
-
-
-def joined(events: Iterable[Event]) -> Iterator[Event]:
-    """A client that reads slower than the model writes gets several tokens' text in one piece."""
-    before: Event | None = None
-    for event in events:
-        if before is not None and _plain(before) and _plain(event) and _alike(before, event):
-            before = replace(before, text=before.text + event.text)
-            continue
-        if before is not None:
-            yield before
-        before = event
-    if before is not None:
-        yield before
-
-
-def _plain(event: Event) -> bool:
-    return event.finish is None and not event.logprobs and event.tool_call is None
-
-
-def _alike(before: Event, event: Event) -> bool:
-    return before.id == event.id and before.channel == event.channel
 
 
 async def _gone(receive: Receive) -> None:

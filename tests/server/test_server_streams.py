@@ -132,3 +132,17 @@ def test_what_goes_straight_never_overtakes_what_waits() -> None:
     straight, waited = asyncio.run(work())
     assert straight == ["1", "2"]
     assert waited == ["3", "4", "5", ""]
+
+
+def test_what_waits_for_a_slow_client_takes_the_room_of_its_text() -> None:
+    async def work() -> list[Event]:
+        inbox = Inbox(["a", "b"])
+        for number in range(20_000):
+            inbox.put(Event("a" if number % 1000 else "b", f" {number}"))
+            assert len(inbox._events) < 1000
+        return await inbox.take()
+
+    events = asyncio.run(work())
+    for ident, numbers in (("b", range(0, 20_000, 1000)), ("a", [n for n in range(20_000) if n % 1000])):
+        text = "".join(event.text for event in events if event.id == ident)
+        assert text == "".join(f" {number}" for number in numbers)
