@@ -137,6 +137,10 @@ __device__ __forceinline__ u64 mass_at(const Told &t, int place) {
     const u32 *from = t.deep + place;
     return from[DEEP] + ((u64)from[2 * DEEP] << 15) + ((u64)from[3 * DEEP] << 30);
 }
+__device__ __forceinline__ u64 of_warp(u64 v, Most) {
+    const u32 high = __reduce_max_sync(~0u, (u32)(v >> 32));
+    return (u64)high << 32 | __reduce_max_sync(~0u, (u32)(v >> 32) == high ? (u32)v : 0u);
+}
 template <class F> __device__ __forceinline__ u64 of_warp(u64 v, F both) {
 #pragma unroll
     for (int o = 16; o; o /= 2) v = both(v, __shfl_xor_sync(~0u, v, o));

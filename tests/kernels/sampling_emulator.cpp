@@ -65,6 +65,16 @@ static unsigned long long __shfl_up_sync(unsigned, unsigned long long v, int o) 
     const int lane = current % 32;
     return from_lane(v, lane < o ? lane : lane - o);
 }
+static unsigned __reduce_max_sync(unsigned, unsigned v) {
+    exchanged[current] = v;
+    meet_warp();
+    for (int lane = 0; lane < 32; lane++) {
+        const unsigned other = exchanged[current / 32 * 32 + lane];
+        v = other > v ? other : v;
+    }
+    meet_warp();
+    return v;
+}
 static unsigned atomicAdd(unsigned *to, unsigned v) { return (*to += v) - v; }
 static float __uint_as_float(unsigned bits) { float f; std::memcpy(&f, &bits, 4); return f; }
 static unsigned __float_as_uint(float f) { unsigned bits; std::memcpy(&bits, &f, 4); return bits; }

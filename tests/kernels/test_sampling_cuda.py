@@ -24,7 +24,7 @@ MANY = [
 ]
 
 
-@pytest.mark.parametrize("blocks", [1, 4, 8])
+@pytest.mark.parametrize("blocks", [1, 4])
 def test_blocks_of_a_row(blocks: int) -> None:
     """The same tokens, whatever the number of blocks; the last of them have nothing to do."""
     logits = torch.randn(len(PARAMS), 1999, generator=torch.Generator().manual_seed(blocks))
