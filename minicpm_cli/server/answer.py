@@ -101,17 +101,20 @@ class Answer(Response):
         await send({"type": "http.response.start", "status": 200, "headers": list(_STREAM_HEADERS)})
         usages = [Usage(0, 0) for _ in self._index]
         begun = [chunk for i in range(len(self._index)) if (chunk := self._shape.begin(i)) is not None]
-        await _send_part(send, b"".join(map(self._frame, begun)))
+        before = list(map(self._frame, begun))
         while True:
             frames, failed = self._frames(events, usages)
-            await _send_part(send, b"".join(frames), more=not failed)
-            if failed:
+            over = failed or self._inbox.over
+            tail = self._tail(usages) if over and not failed else b""
+            await _send_part(send, b"".join([*before, *frames, tail]), more=not over)
+            if over:
                 return
-            if self._inbox.over:
-                break
+            before = []
             events = await self._inbox.take(self._straight if self._outlet is not None else None)
-        tail = _frame(self._shape.last(self._usage(usages))) if self.form.include_usage else b""
-        await _send_part(send, tail + _DONE, more=False)
+
+    def _tail(self, usages: Sequence[Usage]) -> bytes:
+        """What stands behind all choices."""
+        return (_frame(self._shape.last(self._usage(usages))) if self.form.include_usage else b"") + _DONE
 
     def _straight(self, event: Event) -> bool:
         """Writes a piece of text; anything else, and a client that is slow, is left to `_stream`."""
