@@ -41,7 +41,7 @@ struct Thread {
     std::vector<char> stack = std::vector<char>(1 << 16);
     std::deque<Copy> copies;
     int closed = 0;
-    bool done = false;
+    bool waited = false, done = false;  // for the launch before this one
 };
 static std::vector<Thread> threads;
 static std::vector<Meeting> warps;
@@ -49,6 +49,8 @@ static Meeting meetings[16];
 static std::map<u32, Phase> phases;
 static ucontext_t scheduler;
 static int current, waits;
+static bool early;  // what the launch before this one may still write was touched
+static void touch() { early |= !threads[current].waited; }
 static std::vector<u32> exchange;
 
 static void give_way() {
@@ -85,9 +87,9 @@ static u32 __byte_perm(u32 a, u32 b, u32 selector) {
 }
 static int __float2int_rn(float f) { return (int)std::nearbyint(f); }
 template <class T> static T __ldg(const T *p) { return *p; }
-template <class T> static T __ldcg(const T *p) { return *p; }
-static int atomicAdd(int *p, int n) { const int before = *p; *p += n; return before; }
-static int atomicExch(int *p, int n) { const int before = *p; *p = n; return before; }
+template <class T> static T __ldcg(const T *p) { touch(); return *p; }
+static int atomicAdd(int *p, int n) { touch(); const int before = *p; *p += n; return before; }
+static int atomicExch(int *p, int n) { touch(); const int before = *p; *p = n; return before; }
 
 static float f32_of_f16(u32 bits) { _Float16 h; const u16 low = bits; std::memcpy(&h, &low, 2); return (float)h; }
 static u16 f16_of(float f) { const _Float16 h = (_Float16)f; u16 bits; std::memcpy(&bits, &h, 2); return bits; }
@@ -139,10 +141,10 @@ template <int left> static void arrived() {
         if (c.bytes > 0) std::memcpy(shared + c.to, c.from, c.bytes);
     }
 }
-static uint4 fresh(const void *p) { return *(const uint4 *)p; }
-static float fresh_scale(const u16 *p) { return f32_of_f16(*p); }
+static uint4 fresh(const void *p) { touch(); return *(const uint4 *)p; }
+static float fresh_scale(const u16 *p) { touch(); return f32_of_f16(*p); }
 static void admit_next() {}
-static void await_inputs() {}
+static void await_inputs() { threads[current].waited = true; }
 static u32 in_block(const void *p, int) { return shared_address(p); }
 static void send(u32 at, float a, float b, float c, float d, u32) { const float x[4] = {a, b, c, d}; std::memcpy(shared + at, x, 16); }
 static void expect(const void *, int) {}
@@ -199,7 +201,7 @@ static void run_block(int block, int count) {
 }
 
 extern "C" void emulate(const Params *p, int grid, int count) {
-    parameters = p, gridDim.x = grid;
+    parameters = p, gridDim.x = grid, early = false;
     for (int block = 0; block < grid; block++) run_block(block, count);
 }
 // Whether a block wrote past the shared memory that it was launched with.
@@ -208,3 +210,5 @@ extern "C" int overrun(int shared_bytes) {
         if (shared[at] != 0xff) return 1;
     return 0;
 }
+// Whether a thread read what the launch before this one writes, or told other blocks, without waiting for it.
+extern "C" int too_early() { return early; }

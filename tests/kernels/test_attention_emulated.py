@@ -102,6 +102,7 @@ def run(emulated: Emulator, s: Step, cut: Cut | Stream, processors: int = 4, par
     library = emulated(shape, cut)
     library.emulate(ctypes.byref(p), cut.blocks(shape, rows, processors), cut.threads(shape))
     assert not library.overrun(cut.shared_bytes(shape))
+    assert not library.too_early()
     assert not counters.any()
     return out
 
@@ -171,3 +172,8 @@ def test_a_long_row_of_a_stream_is_cut_into_more_parts(emulated: Emulator) -> No
     assert sums.isfinite().all(-1).tolist() == [[True, True, False], [False, False, False]]
     assert torch.equal(found[0], run(emulated, s, Stream(2, 2, sides=4))[0])
     assert torch.equal(found[1], run(emulated, s, Stream(1, 1, sides=4))[1])
+
+
+@pytest.mark.parametrize(("cached", "cut"), [(BF16, Stream(1, 1, sides=2)), (INT8, Stream(2, 2, sides=4, halves=True))])
+def test_a_row_of_more_pages_than_a_warp_holds_numbers_of(emulated: Emulator, cached: torch.dtype, cut: Stream) -> None:
+    check(emulated, step(4, cached, False, (1100, 530, 2)), cut)
