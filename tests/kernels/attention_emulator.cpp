@@ -182,7 +182,7 @@ static void body() {
     threads[current].done = true;
     swapcontext(&threads[current].context, &scheduler);
 }
-static void run_block(int block, int count) {
+static void run_block(int block, int count, bool uneven) {
     blockIdx.x = block, waits = 0;
     std::memset(shared, 0xff, sizeof shared);
     threads = std::vector<Thread>(count), exchange.assign(count, 0), warps.assign(count / 32, {}), phases.clear();
@@ -193,16 +193,22 @@ static void run_block(int block, int count) {
         t.context.uc_link = &scheduler;
         makecontext(&t.context, body, 0);
     }
-    for (bool left = true; left;) {
+    u32 round = 0;
+    for (bool left = true; left; round++) {
         left = false;
-        for (current = 0; current < count; current++)
-            if (!threads[current].done) left = true, threadIdx.x = current, swapcontext(&scheduler, &threads[current].context);
+        for (current = 0; current < count; current++) {
+            if (threads[current].done) continue;
+            left = true;
+            if (uneven && (round / 256 + 1u + current / 32) * 2654435761u >> 30 == 0) continue;
+            threadIdx.x = current, swapcontext(&scheduler, &threads[current].context);
+        }
     }
 }
 
-extern "C" void emulate(const Params *p, int grid, int count) {
+// `uneven`: each warp falls behind the others at times, which shows where one writes what another has yet to read.
+extern "C" void emulate(const Params *p, int grid, int count, int uneven) {
     parameters = p, gridDim.x = grid, early = false;
-    for (int block = 0; block < grid; block++) run_block(block, count);
+    for (int block = 0; block < grid; block++) run_block(block, count, uneven);
 }
 // Whether a block wrote past the shared memory that it was launched with.
 extern "C" int overrun(int shared_bytes) {

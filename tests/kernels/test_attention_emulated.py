@@ -91,6 +91,7 @@ def step(heads: int, cached: torch.dtype, turn: bool, lengths: tuple[int, ...] =
 
 
 def run(emulated: Emulator, s: Step, cut: Cut | Stream, processors: int = 4, parts: Tensor | None = None) -> Tensor:
+    """On a single processor warps fall behind others."""
     rows, shape = len(s.lengths), s.shape()
     out = torch.full((rows, s.heads, WIDTH), torch.nan, dtype=s.qkv.dtype)
     p, kv_len = Parameters(), torch.tensor(s.lengths, dtype=torch.int32)
@@ -100,7 +101,7 @@ def run(emulated: Emulator, s: Step, cut: Cut | Stream, processors: int = 4, par
         share(p, cut, rows, parts, counters)
     fill(p, s.q, s.cache, s.table, kv_len, 0.125, s.turn, out)
     library = emulated(shape, cut)
-    library.emulate(ctypes.byref(p), cut.blocks(shape, rows, processors), cut.threads(shape))
+    library.emulate(ctypes.byref(p), cut.blocks(shape, rows, processors), cut.threads(shape), processors == 1)
     assert not library.overrun(cut.shared_bytes(shape))
     assert not library.too_early()
     assert not counters.any()
