@@ -74,4 +74,4 @@ class Emulated:
     ) -> None:
         p = sampling_cuda.Parameters()
         sampling_cuda.set_call(p, logits, state, penalties, allowed, ids, peaks)
-        library(self.threads, self.listed).emulate(ctypes.byref(p), len(logits), self.blocks, backwards)
+        assert library(self.threads, self.listed).emulate(ctypes.byref(p), len(logits), self.blocks, backwards)

@@ -1,5 +1,6 @@
 // Runs the CUDA kernel of minicpm_cli/kernels/sampling_*.cu on the CPU, a cluster at a time: every thread is a coroutine
-// that gives way at barriers. Shared memory starts as ones, and a block's own is the only one that it may write.
+// that gives way at barriers. Shared memory starts as ones, and a block's own is the only one that it may write; it is
+// gone when the block ends.
 #include <ucontext.h>
 
 #include <cmath>
@@ -26,7 +27,7 @@ struct Barrier { int arrived = 0, generation = 0; };
 struct Thread {
     ucontext_t context;
     std::vector<char> stack = std::vector<char>(1 << 17);
-    bool done = false;
+    bool waited = false, done = false;  // for the launch before this one
 };
 static std::vector<Thread> threads;
 static std::vector<Barrier> warp_barriers, block_barriers;
@@ -87,33 +88,38 @@ static float __fsub_rn(float a, float b) { return a - b; }
 static float larger(float a, float b) { return std::isnan(a) || std::isnan(b) ? NAN : a > b ? a : b; }
 static float power(float x) { return std::exp2(x); }
 static float of_half(unsigned bits) { _Float16 h; unsigned short b = bits; std::memcpy(&h, &b, 2); return (float)h; }
-static void await_inputs() {}
+static void await_inputs() { threads[current].waited = true; }
 static void admit_next() {}
 
 #include KERNEL
 
 static const Params *parameters;
+static std::vector<int> left_of_block;
+static bool waited;
 static void body() {
     sampling(*parameters);
+    waited &= threads[current].waited;
     threads[current].done = true;
+    if (--left_of_block[block_rank()] == 0) std::memset(memories[block_rank()].data(), 0xff, sizeof(Memory));
     swapcontext(&threads[current].context, &scheduler);
 }
 
 extern "C" int shared_bytes() { return sizeof(Memory); }
-// `backwards`: the last threads run first, which shows where one writes what another has yet to read.
-extern "C" void emulate(const Params *p, int rows, int blocks_of_row, int backwards) {
-    parameters = p, cluster = blocks_of_row;
+// `backwards`: the last threads run first, which shows where one writes what another has yet to read. Returns whether
+// all of them have waited for the launch before this one.
+extern "C" int emulate(const Params *p, int rows, int blocks_of_row, int backwards) {
+    parameters = p, cluster = blocks_of_row, waited = true;
     const int count = cluster * THREADS;
     exchanged.assign(count, 0);
     for (int row = 0; row < rows; row++) {
         start = row * cluster;
-        memories.assign(cluster, std::vector<unsigned char>(sizeof(Memory), 0xff));
+        memories.assign(cluster, std::vector<unsigned char>(sizeof(Memory), 0xff)), left_of_block.assign(cluster, THREADS);
         if ((int)threads.size() != count) threads = std::vector<Thread>(count);
         warp_barriers.assign(count / 32, {}), block_barriers.assign(cluster, {}), cluster_barrier = {};
         for (Thread &t : threads) {
             getcontext(&t.context);
             t.context.uc_stack.ss_sp = t.stack.data(), t.context.uc_stack.ss_size = t.stack.size();
-            t.context.uc_link = &scheduler, t.done = false;
+            t.context.uc_link = &scheduler, t.waited = t.done = false;
             makecontext(&t.context, body, 0);
         }
         for (bool left = true; left;) {
@@ -125,4 +131,5 @@ extern "C" void emulate(const Params *p, int rows, int blocks_of_row, int backwa
                 }
         }
     }
+    return waited;
 }

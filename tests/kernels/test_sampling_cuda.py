@@ -77,3 +77,12 @@ def test_triton_draws_where_it_does_not_compile(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(targets, "unavailable", lambda _: None)
     monkeypatch.setattr(sampling_cuda, "kernel", kernel)
     assert isinstance(draws_for(2, 300, "cpu").kernels, TritonDraws)
+
+
+@pytest.mark.parametrize("listed", [20, 400])
+def test_all_filters_at_once(listed: int) -> None:
+    """Top-p is of what top-k keeps, also of that which min-p takes away."""
+    filters = [(k, p, least) for k in (40, 300) for p in (0.5, 0.9) for least in (0.05, 0.3, 0.7)]
+    params = [SamplingParams(temperature=0.8, top_k=k, top_p=p, min_p=least) for k, p, least in filters]
+    logits = torch.randn(len(params), 1499, generator=torch.Generator().manual_seed(2)) * 0.5
+    assert_drawn(logits, params, "cpu", Draws(Emulated(listed=listed)))
