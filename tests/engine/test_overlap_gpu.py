@@ -28,7 +28,7 @@ def decoder(device: str, heads: int, keys: int) -> Decoder:
     config = checkpoint_config("minicpm-2b", layers=3) | sizes
     generator, state = torch.Generator().manual_seed(1), dict[str, Tensor]()
     for name, shape in tensor_shapes(config).items():
-        noise, gain = torch.randn(shape, generator=generator), 3 if "o_proj" in name or "down_proj" in name else 1
+        noise, gain = torch.randn(shape, generator=generator), 3.0 if "o_proj" in name or "down_proj" in name else 1.0
         gain = 0.03 if "embed" in name else gain  # or a tied head would repeat its input
         state[name] = (noise * gain / math.sqrt(shape[-1]) if len(shape) > 1 else 1 + 0.1 * noise).to(device, BF16)
     state["lm_head.weight"] = state["model.embed_tokens.weight"]
