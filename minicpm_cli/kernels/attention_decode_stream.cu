@@ -1,11 +1,12 @@
 // Decode attention of many rows where each query head has a key head of its own: a block reads whole tokens, all heads.
 //
-// A row's older tokens are cut into `usual` parts, a long row's into more, at most `splits`. Blocks stay: each takes part after part, its first by its own number,
-// the others from a counter, so that long rows hold nobody up. One warp asks the copy engine for stage after stage of
-// TOKENS tokens, which lie in one piece of a page, across the ends of parts; the others multiply. LANES threads hold a
-// token's heads, a piece of 16 bytes each; SIDES such groups take DEPTH tokens of a stage each, and keep a softmax of
-// their own until the part ends. The block that finishes a row's last part puts the parts together, always in the same
-// order: what a row gives depends on its own length and on these two numbers alone.
+// A row's older tokens are cut into `usual` parts, a long row's into more, at most `splits`. Blocks stay: each takes
+// part after part, its first by its own number, the others from a counter, so that long rows hold nobody up.
+// One warp asks the copy engine for stage after stage of TOKENS tokens, which lie in one
+// part of a page, across the ends of parts; the others multiply. LANES threads hold a token's heads, 16 bytes each;
+// SIDES such groups take DEPTH tokens of a stage each, and keep a softmax of their own until the part ends. The block
+// that finishes a row's last part puts the parts together, always in the same order: what a row gives depends on its
+// own length and on these two numbers alone.
 //
 // Set by the compiler's options besides: SIDES, DEPTH, STAGES, RESIDENT (blocks of a processor), HALVES,
 // LONG (tokens of a part, at most, as far as `splits` allows it).
@@ -84,8 +85,8 @@ __device__ __forceinline__ void ask_part(const Params &p, const Part &part, int 
             const u8 *from = p.k + ((size_t)page * PAGE + token % PAGE) * TOKEN_BYTES;
             if (left > 0) copy_bulk(shared_address(ring.tokens()), from, left * TOKEN_BYTES, ring.full());
             if (scales)
-                copy_bulk(shared_address(ring.shared + AT_SCALES + turn * SCALES * 2), p.k_scale + (size_t)page * SCALES,
-                          SCALES * 2, ring.full());
+                copy_bulk(shared_address(ring.shared + AT_SCALES + turn * SCALES * 2),
+                          p.k_scale + (size_t)page * SCALES, SCALES * 2, ring.full());
         }
         __syncwarp();
         ring.next();
@@ -166,7 +167,8 @@ __device__ __forceinline__ float product(uint4 raw, const Query &q) {
         const u32 a = q.pairs[HALVES ? 2 * i : 0], b = q.pairs[HALVES ? 2 * i + 1 : 0];
         sum[i / 2] = f16_times_plus(high, b, i % 2 ? f16_times_plus(low, a, sum[i / 2]) : f16_times(low, a));
     }
-    return f32_of_f16(sum[0] & 0xffff) + f32_of_f16(sum[0] >> 16) + (f32_of_f16(sum[1] & 0xffff) + f32_of_f16(sum[1] >> 16));
+    const float a = f32_of_f16(sum[0] & 0xffff) + f32_of_f16(sum[0] >> 16);
+    return a + (f32_of_f16(sum[1] & 0xffff) + f32_of_f16(sum[1] >> 16));
 }
 // Adds two tokens' values; `fade` is for what has been added before.
 __device__ __forceinline__ void mix(Softmax &s, uint4 first, uint4 second, float a, float b, float fade) {
@@ -302,7 +304,9 @@ __device__ __forceinline__ void gather_parts(const Params &p, const Part &part, 
         add(s, x.x, x.y, mixed);
     }
 }
-__device__ __forceinline__ void end_part(const Params &p, const Place &me, const Part &part, Softmax &s, u8 *shared, int within) {
+__device__ __forceinline__ void end_part(
+    const Params &p, const Place &me, const Part &part, Softmax &s, u8 *shared, int within
+) {
     if (SIDES > 1) gather_sides(me, s, shared, within);
     if (part.count == 1) return write(p, me, s);
     if (threadIdx.x >= LEADERS) return;
@@ -337,12 +341,14 @@ __device__ __forceinline__ void work(const Params &p, u8 *shared) {
     }
 }
 
-extern "C" __global__ void __launch_bounds__(WORKERS + 32, RESIDENT) attention_decode(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(WORKERS + 32, RESIDENT)
+    attention_decode(const __grid_constant__ Params p) {
     extern __shared__ __align__(128) u8 shared[];
     admit_next();
     if (threadIdx.x == 0) {
         const u32 barriers = shared_address(shared + AT_BARRIERS);
-        for (int i = 0; i < STAGES; i++) begin_barrier(barriers + i * 8, 1), begin_barrier(barriers + (STAGES + i) * 8, WORKERS / 32);
+        for (int i = 0; i < STAGES; i++)
+            begin_barrier(barriers + i * 8, 1), begin_barrier(barriers + (STAGES + i) * 8, WORKERS / 32);
         show_barriers();
     }
     __syncthreads();
