@@ -73,6 +73,15 @@ def test_pages_follow_those_that_are_held() -> None:
     pool.check()
 
 
+def test_several_pages_follow_those_that_are_held_though_others_would_do() -> None:
+    pool = PagePool(60, 2)
+    _, between, held = pool.take(5), pool.take(10), pool.take(3)
+    pool.drop(between)
+    assert pool.take(4, held[-1]) == [held[-1] + i for i in range(1, 5)]
+    assert pool.take(4) == between[:4]
+    pool.check()
+
+
 def test_what_is_least_used_goes_until_pages_are_consecutive_but_not_much_more() -> None:
     """Pages of two sequences that grew side by side are cached; a prompt asks for as many as one had."""
     pool = PagePool(1056, 2)
