@@ -29,9 +29,7 @@ class Line(NamedTuple):
     too_long: bool = False
 
 
-def raw_lines(
-    source: BinaryIO, limit: int | None = None, *, stream: bool = False
-) -> Iterator[tuple[int, int, bytes]]:
+def raw_lines(source: BinaryIO, limit: int | None = None, *, stream: bool = False) -> Iterator[tuple[int, int, bytes]]:
     """(number, offset, line with its newline) of the first `limit` bytes; None reads to the end.
 
     A line of more than LONGEST bytes comes in pieces: the first is longer than that, the others have the number 0.

@@ -56,7 +56,7 @@ def test_biases_of_tokens(cli, config: Path) -> None:
 
 
 def test_a_key_is_shown_to_whoever_asks_for_it_by_name(cli, config: Path) -> None:
-    assert cli("config", "set", "api_key", "s3cret").err == f"minicpm: api_key is \"***\" now (config file {config})\n"
+    assert cli("config", "set", "api_key", "s3cret").err == f'minicpm: api_key is "***" now (config file {config})\n'
     assert cli("config", "get", "api_key").out == "***\n"
     assert cli("config", "get", "--reveal", "api_key").out == "s3cret\n"
     assert "s3cret" not in cli("config").out + cli("config", "--json").out

@@ -39,7 +39,7 @@ def written(folder: Path, family: str, kind: str) -> tuple[Path, Path]:
 
 
 def error(quick: torch.Tensor, exact: torch.Tensor, family: str) -> float:  # [T, V]
-    """Where experts are routed, of the middle row: between two that are nearly equal a router may take the other one."""
+    """Where experts are routed, of the middle row: of two that are nearly equal a router may take the other one."""
     if family != "minicpm-moe-8x2b":
         return relative_error(quick, exact)
     return float(((quick - exact).norm(dim=-1) / exact.norm(dim=-1)).median())
