@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from engine_cases import GREEDY, SAMPLED, answers, engine_of, expected, prompt, request, run_checked
 from engine_work import Thirds
 from lagged_cases import WAYS, Queue, lagged_engine
 
 from minicpm_cli.engine.engine import EngineRequest
+from minicpm_cli.engine.masks import fill_masks
+from minicpm_cli.engine.sequence import Sequence
 
 KINDS = (GREEDY, SAMPLED, replace(SAMPLED, presence_penalty=0.5, repetition_penalty=1.2), replace(SAMPLED, logprobs=1))
 
@@ -48,6 +51,19 @@ def test_drafts_of_free_rows_beside_masked_ones(lookup: int) -> None:
 
 def replace_mask(asked: EngineRequest) -> EngineRequest:
     return replace(asked, mask=Thirds() if asked.mask else None)
+
+
+def test_the_mask_of_a_sequence_that_has_ended_in_flight_is_let_be() -> None:
+    class Ended(Thirds):
+        def fill(self, row: Any) -> None:
+            raise AssertionError("asked after its end")
+
+    seqs = [Sequence(request(name, prompt(5), mask=mask), 9, 0.0) for name, mask in (("a", Ended()), ("b", Thirds()))]
+    seqs[0].finished = True
+    words = np.zeros((2, 4), np.int32)
+    assert fill_masks(words, seqs) == {}
+    assert words[0].tolist() == [-1] * 4
+    assert words[1].tolist() != [-1] * 4
 
 
 def test_masks_are_filled_while_the_forward_is_on_its_way() -> None:
