@@ -52,7 +52,7 @@ def test_consecutive_pages_are_captured_apart() -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_scores_of_a_prompt_that_are_not_finite_end_its_request_and_no_other(way: str) -> None:
-    """Whether it runs for itself, beside decodes, or after one that was well; and the row is used again."""
+    """Whether it runs for itself, beside decodes or a part of another prompt; and the row is used again."""
     engine, decoder = lagged_engine(way, max_seqs=2)
     bad = prompt(7, 3)
 
@@ -60,7 +60,7 @@ def test_scores_of_a_prompt_that_are_not_finite_end_its_request_and_no_other(way
         return logits * torch.nan if history[:7] == list(bad) else logits
 
     decoder.spoil = spoil
-    asked = [request(f"r{i}", bad if i in (0, 3) else prompt(5 + i, i), GREEDY) for i in range(6)]
+    asked = [request(f"r{i}", bad if i in (0, 3) else prompt(90 if i == 1 else 5 + i, i), GREEDY) for i in range(6)]
     ends = {event.id: event for event in run_checked(engine, asked) if event.finish}
     assert {name for name, event in ends.items() if event.error} == {"r0", "r3"}
     assert all(event.usage and event.usage.completion_tokens == (0 if event.error else 12) for event in ends.values())
