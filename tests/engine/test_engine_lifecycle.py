@@ -110,6 +110,7 @@ def test_length(tokens: int) -> None:
     assert (end.finish, len(sink.got), decoder.steps) == ("length", tokens, tokens)
     assert (end.usage.prompt_tokens, end.usage.completion_tokens) == (6, tokens)
     assert end.timings.queued_seconds <= end.timings.first_token_seconds <= end.timings.total_seconds
+    assert tokens == 1 or end.timings.first_token_seconds < end.timings.total_seconds
 
 
 def test_stop_on_the_last_allowed_token_is_a_stop() -> None:

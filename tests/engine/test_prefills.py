@@ -50,17 +50,20 @@ def test_consecutive_pages_are_captured_apart() -> None:
     assert ran == [(flag, flag) for flag in (True, True, False, False, True, False)]
 
 
+@pytest.mark.parametrize("place", [7, 9])
 @pytest.mark.parametrize("way", WAYS)
-def test_scores_of_a_prompt_that_are_not_finite_end_its_request_and_no_other(way: str) -> None:
-    """Whether it runs for itself, beside decodes or a part of another prompt; and the row is used again."""
+def test_scores_that_are_not_finite_end_their_request_and_no_other(way: str, place: int) -> None:
+    """Of a prompt or of an answer, alone, beside decodes or a part of another prompt; and the row is used again."""
     engine, decoder = lagged_engine(way, max_seqs=2)
     bad = prompt(7, 3)
 
     def spoil(history: list[int], logits: Tensor) -> Tensor:
-        return logits * torch.nan if history[:7] == list(bad) else logits
+        return logits * torch.nan if history[:7] == list(bad) and len(history) == place else logits
 
     decoder.spoil = spoil
     asked = [request(f"r{i}", bad if i in (0, 3) else prompt(90 if i == 1 else 5 + i, i), GREEDY) for i in range(6)]
     ends = {event.id: event for event in run_checked(engine, asked) if event.finish}
     assert {name for name, event in ends.items() if event.error} == {"r0", "r3"}
-    assert all(event.usage and event.usage.completion_tokens == (0 if event.error else 12) for event in ends.values())
+    assert all(
+        event.usage and event.usage.completion_tokens == (place - 7 if event.error else 12) for event in ends.values()
+    )
