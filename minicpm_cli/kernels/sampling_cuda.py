@@ -60,7 +60,7 @@ def options(threads: int, listed: int) -> tuple[str, ...]:
 def blocks_for(rows: int, vocab: int) -> int:
     """Blocks of a row, a power of 2."""
     least = 1 << (-(-vocab // LONGEST) - 1).bit_length()
-    blocks = MOST_BLOCKS
+    blocks = max(MOST_BLOCKS, least)
     while blocks > least and rows * blocks > AT_ONCE:
         blocks //= 2
     return blocks

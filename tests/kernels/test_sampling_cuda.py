@@ -64,7 +64,8 @@ def test_as_it_is_launched() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "vocab", "blocks"), [(1, 122753, 4), (64, 122753, 2), (256, 122753, 1), (512, 73448, 1), (256, 200000, 2)]
+    ("rows", "vocab", "blocks"),
+    [(1, 122753, 4), (64, 122753, 2), (256, 122753, 1), (512, 73448, 1), (256, 200000, 2), (1, 600000, 8)],
 )
 def test_few_rows_have_several_blocks_each(rows: int, vocab: int, blocks: int) -> None:
     assert sampling_cuda.blocks_for(rows, vocab) == blocks
