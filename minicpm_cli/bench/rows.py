@@ -144,10 +144,10 @@ def _lines(table: Iterable[Sequence[str]]) -> str:
 
 
 def _cell(row: Row) -> str:
-    """The median; with the range beside it where the runs lie too far apart to compare."""
+    """The median; with the range beside it where the runs lie too far apart to compare, and told where two are all."""
     value = f"{_rounded(row.value):,g}"
     if row.spread <= STEADY:
-        return value
+        return f"{value} (2 runs)" if len(row.runs) == 2 else value
     return f"{value} ({_rounded(min(row.runs)):,g} to {_rounded(max(row.runs)):,g})"
 
 

@@ -42,6 +42,12 @@ def test_json_names_everything_and_the_median() -> None:
     assert (record["workload"], record["unit"]) == ("decode", "tok/s")
 
 
+def test_a_cell_says_how_sure_it_is() -> None:
+    cells = {(10.0, 10.1, 10.2): "10.1", (10.0, 10.2): "10.1 (2 runs)", (10.0, 20.0): "15 (10 to 20)", (5.0,): "5"}
+    for runs, cell in cells.items():
+        assert f"| {cell} |" in markdown_table([row(CPU, "decode", *runs)], ["decode"])
+
+
 def test_the_spread_is_a_part_of_the_median() -> None:
     assert row(CPU, "decode", 10.0, 30.0, 20.0).spread == 1.0
     assert row(CPU, "decode", 5.0).spread == 0.0

@@ -31,8 +31,9 @@ def test_a_block_that_is_not_there_is_an_error() -> None:
 
 
 def test_published_rows_are_repeated() -> None:
+    """Where there are two runs, the table says so."""
     expected = {name: workload.most for name, workload in WORKLOADS.items() if workload.most}
-    rows = [row for row in readme.speed_rows() if len(row.runs) < expected.get(row.workload, 3)]
+    rows = [row for row in readme.speed_rows() if len(row.runs) < expected.get(row.workload, 2)]
     assert [row.to_json() for row in rows] == []
 
 
