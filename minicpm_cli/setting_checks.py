@@ -155,7 +155,7 @@ def biases(value: Any) -> Any:
 
 def sampling(name: str) -> Callable[[Any], Any]:
     def check(value: Any) -> Any:
-        if name == "think":
+        if name in ("think", "ignore_eos"):
             value = switch(value)
         elif name == "schema":
             value = schema(value)

@@ -83,6 +83,7 @@ class SamplingParams:
     `logprobs` N returns the N most likely tokens' log-probabilities beside the chosen one's.
     `think` None leaves the template's default. `schema` (JSON text) or `regex` constrains the answer, not the thinking;
     `{"type": "object"}` is any JSON object. `logit_bias` are tokens and what is added to their scores.
+    With `ignore_eos` an answer goes on where the model would end it, unless a schema or regex says where that is.
     """
 
     temperature: float = 1.0
@@ -101,6 +102,7 @@ class SamplingParams:
     schema: str | None = None
     regex: str | None = None
     logit_bias: tuple[tuple[int, float], ...] = ()
+    ignore_eos: bool = False
 
     def checked(self, given: Mapping[str, Any]) -> SamplingParams:
         """These parameters with `given` laid over them. Raises RequestError(bad_parameter).
@@ -296,4 +298,5 @@ _CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
     "schema": _text,
     "regex": _text,
     "logit_bias": _biases,
+    "ignore_eos": _boolean,
 }

@@ -17,7 +17,7 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 _PASSED = frozenset(
     (
         *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
-        *("stop", "seed", "max_tokens", "think", "think_budget", "regex", "logit_bias"),
+        *("stop", "seed", "max_tokens", "think", "think_budget", "regex", "logit_bias", "ignore_eos"),
     )
 )
 _HANDLED = frozenset(

@@ -94,6 +94,7 @@ SAMPLING = (
     _option("max_tokens", int, "At most this many new tokens.", "-n", "--max-tokens", metavar="N"),
     _option("stop", list[str], "End the answer before this text; repeatable.", "--stop", metavar="STR"),
     _option("logit_bias", list[str], "Add to a token's score; repeatable.", "--logit-bias", metavar="ID=BIAS"),
+    _option("ignore_eos", bool, "Go on where the model would end, as benchmarks do.", "--ignore-eos"),
     _option("think", bool, "Whether the model thinks before it answers.", "--think/--no-think"),
     _option("schema", str, "The answer is JSON of this schema.", "--schema", metavar="FILE|JSON"),
     _option("regex", str, "The answer matches this, from its beginning to its end.", "--regex", metavar="RE"),

@@ -114,6 +114,7 @@ class Sampling(Strict):
     stream_options: StreamOptions | None = None
     regex: Text | None = None
     logit_bias: Annotated[dict[Token, Bias], Field(max_length=MAX_BIASES)] | None = None
+    ignore_eos: bool | None = None
     # They change nothing here.
     user: Text | None = None
     metadata: dict[Text, Any] | None = None

@@ -61,6 +61,16 @@ def test_biases_are_passed_on(serve) -> None:
     assert server.llm.seen[-1].params.logit_bias == params.logit_bias
 
 
+def test_an_answer_may_go_on_where_it_would_end(serve) -> None:
+    server = serve()
+    server.client().chat.completions.create(model="fake", messages=ASKED, extra_body={"ignore_eos": True})
+    assert server.llm.seen[-1].params.ignore_eos
+    llm = RemoteLLM.open(server.url, None, None, {})
+    for asked in (True, False):
+        list(llm.stream([Request("a", (Message("user", "q"),), SamplingParams(ignore_eos=asked))]))
+        assert server.llm.seen[-1].params.ignore_eos is asked
+
+
 def test_several_choices_have_their_own_seeds_and_places(serve) -> None:
     server = serve(FakeLLM(answer=lambda request: f"seed {request.params.seed}"))
     answer = server.client().chat.completions.create(model="fake", messages=ASKED, n=3, seed=5)

@@ -1,0 +1,27 @@
+"""Where an answer ends: at the model's own token, or not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from minicpm_cli.types import Request, SamplingParams
+
+PARAMS = SamplingParams(max_tokens=5, seed=1)
+
+
+def test_the_model_s_end_may_be_ignored(load) -> None:
+    """But a regex says where its answer ends."""
+    llm = load()
+    end = min(llm._prompter.eos_ids)
+    ending = replace(PARAMS, logit_bias=((end, 100.0),))
+    asked = {
+        "ended": ending,
+        "on": replace(ending, ignore_eos=True),
+        "held": replace(PARAMS, ignore_eos=True, regex="[ab]"),
+    }
+    ends = {
+        e.id: e for e in llm.stream([Request(name, "hello you", params) for name, params in asked.items()]) if e.finish
+    }
+    assert {name: event.finish for name, event in ends.items()} == {"ended": "stop", "on": "length", "held": "stop"}
+    assert ends["on"].usage is not None
+    assert ends["on"].usage.completion_tokens == PARAMS.max_tokens
