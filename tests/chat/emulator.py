@@ -7,6 +7,8 @@ import re
 
 import pyte
 
+UNFINISHED = re.compile(r"(\r|\x1b(\[[0-?]*[ -/]*|\][^\x07\x1b]*)?)\Z")  # a sequence whose end may be yet to come
+
 
 class _Screen(pyte.Screen):
     """Rows that scroll off the top are kept, each with whether it goes on in the next one."""
@@ -72,7 +74,7 @@ class Emulator(io.StringIO):
         super().__init__()
         self._screen = _Screen(columns, rows)
         self._stream = pyte.Stream(self._screen)
-        self._reflow = reflow
+        self._reflow, self._held = reflow, ""
         self.written = 0
 
     def isatty(self) -> bool:
@@ -80,7 +82,10 @@ class Emulator(io.StringIO):
 
     def write(self, text: str) -> int:
         self.written += len(text)
-        self._stream.feed(text.replace("\r\n", "\n").replace("\n", "\r\n"))  # as the line discipline does
+        whole = self._held + text
+        begun = UNFINISHED.search(whole)  # a change of the window between its halves must not tear it
+        whole, self._held = (whole[: begun.start()], begun[0]) if begun else (whole, "")
+        self._stream.feed(whole.replace("\r\n", "\n").replace("\n", "\r\n"))  # as the line discipline does
         return len(text)
 
     def size(self) -> tuple[int, int]:
