@@ -14,19 +14,10 @@ from checkpoints import write_checkpoint
 from minicpm_cli.hub.files import ModelFiles
 from minicpm_cli.llm.llm import LLM
 from minicpm_cli.settings import LoadOptions
-from minicpm_cli.types import Event, Message, Request, SamplingParams
+from minicpm_cli.types import Message, Request, SamplingParams
+from structured import SCHEMA, answered
 
 pytestmark = pytest.mark.gpu
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "ok": {"type": "boolean"},
-        "size": {"type": "integer", "minimum": 0, "maximum": 99},
-        "names": {"type": "array", "items": {"type": "string", "maxLength": 3}, "maxItems": 2},
-    },
-    "required": ["ok", "size", "names"],
-    "additionalProperties": False,
-}
 KINDS: list[dict[str, Any]] = [
     {"schema": json.dumps(SCHEMA), "temperature": 1.5},
     {"regex": "[a-f0-9]{8}", "temperature": 0.0},
@@ -47,22 +38,13 @@ def requests(count: int) -> list[Request]:
     ]
 
 
-def answers(llm: LLM, asked: list[Request]) -> dict[str, tuple[str, Event]]:
-    texts: dict[str, str] = {request.id: "" for request in asked}
-    last: dict[str, Event] = {}
-    for event in llm.stream(asked):
-        texts[event.id] += event.text
-        last[event.id] = event
-    return {name: (texts[name], last[name]) for name in texts}
-
-
 @pytest.mark.parametrize("graphs", [True, False])
 def test_masked_and_free_rows_share_steps(tmp_path: Path, graphs: bool) -> None:
     folder = write_checkpoint(tmp_path / "m", "minicpm4-0.5b")
     options = LoadOptions(device="cuda", dtype="fp32", ctx=256, max_seqs=16, graphs=graphs)
     llm = LLM.open(options, ModelFiles("tiny", folder))
     asked = requests(40)
-    said = answers(llm, asked)
+    said = answered(llm, asked)
     for request in asked:
         text, event = said[request.id]
         assert event.error is None
@@ -72,6 +54,6 @@ def test_masked_and_free_rows_share_steps(tmp_path: Path, graphs: bool) -> None:
         elif request.params.regex:
             assert re.fullmatch("[a-f0-9]{8}", text), text
     free = [request for request in asked if not request.params.schema and not request.params.regex]
-    alone = answers(llm, free)
+    alone = answered(llm, free)
     assert {r.id: said[r.id][0] for r in free} == {r.id: alone[r.id][0] for r in free}
     llm.close()

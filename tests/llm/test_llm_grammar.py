@@ -13,36 +13,16 @@ import pytest
 
 from checkpoints import FAMILIES, write_checkpoint
 from minicpm_cli.errors import RequestError
-from minicpm_cli.llm.llm import LLM
 from minicpm_cli.types import Event, Message, Request, SamplingParams
+from structured import SCHEMA, answered
 
 HELLO = (Message("user", "hello world"),)
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "ok": {"type": "boolean"},
-        "size": {"type": "integer", "minimum": 0, "maximum": 99},
-        "names": {"type": "array", "items": {"type": "string", "maxLength": 3}, "maxItems": 2},
-    },
-    "required": ["ok", "size", "names"],
-    "additionalProperties": False,
-}
 TEXT = json.dumps(SCHEMA)
 THINKS = "{% for m in messages %}{{ m.content }}\n{% endfor %}<think>\n"
 
 
 def ask(name: str = "a", prefill: str = "", **given: Any) -> Request:
     return Request(name, HELLO, SamplingParams().checked({"max_tokens": 120, "seed": 1} | given), prefill)
-
-
-def answered(llm: LLM, requests: list[Request]) -> dict[str, tuple[str, Event]]:
-    """The answer's text and the last event of each request."""
-    said: dict[str, str] = {request.id: "" for request in requests}
-    last = {}
-    for event in llm.stream(requests):
-        said[event.id] += event.text if event.channel == "answer" else ""
-        last[event.id] = event
-    return {name: (said[name], last[name]) for name in said}
 
 
 def assert_valid(said: tuple[str, Event], schema: dict[str, Any] = SCHEMA) -> None:
