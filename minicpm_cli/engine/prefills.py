@@ -17,7 +17,7 @@ from minicpm_cli.engine.inputs import StepInputs, fill_draws, step_layout
 from minicpm_cli.engine.memory_workspace import PREFILL_GRAPH
 from minicpm_cli.engine.pages import DUMMY
 from minicpm_cli.engine.plan import Chunk, Kind, kind_of
-from minicpm_cli.kernels.batch import ForwardBatch, is_fresh
+from minicpm_cli.kernels.batch import ForwardBatch, consecutive, is_fresh
 
 # In tokens. To launch the kernels of one after the other took a host from 13 to 35 ms, in which an H200 computes 1,400
 # to 3,600 tokens of the 2B.
@@ -59,7 +59,7 @@ class PrefillSteps:
         if size not in self._buffers:
             self._buffers[size] = torch.empty(host.layout.stop, dtype=torch.uint8, device=self.device)
         self._buffers[size].copy_(host.buffer, non_blocking=True)
-        key = (size, kind, min(host.runs) >= 0, is_fresh(host.q_lens, host.kv_lens))
+        key = (size, kind, consecutive(host.runs), is_fresh(host.q_lens, host.kv_lens))
         if key not in self._graphs:
             if self._capture is None or key not in self._seen:
                 self._seen.add(key)

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minicpm_cli.kernels.batch import ForwardBatch
+from minicpm_cli.kernels.batch import ForwardBatch, consecutive
 from minicpm_cli.kernels.cache import LayerCache
 from minicpm_cli.kernels.launch import Remembered
 
@@ -93,7 +93,7 @@ def prefill(
     """
     (tokens, heads, dk), (kv_heads, dv) = q.shape, cache.v.shape[2:]
     group, sequences = heads // kv_heads, len(batch.kv_len)
-    quantized, run = cache.scales is not None and fresh is None, fresh is not None or consecutive(batch)
+    quantized, run = cache.scales is not None and fresh is None, fresh is not None or consecutive(batch.runs)
     k, v = fresh or (cache.k.flatten(0, 1), cache.v.flatten(0, 1))
     k_scale, v_scale = (cache.k_scale, cache.v_scale) if quantized else (None, None)
     tile = tile or tile_for(dk, q.element_size(), quantized, run)
@@ -110,11 +110,6 @@ def prefill(
         RUN=run, FRESH=fresh is not None, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out
-
-
-def consecutive(batch: ForwardBatch) -> bool:
-    """Whether the pages of each sequence lie in a row."""
-    return bool(batch.runs) and min(batch.runs) >= 0
 
 
 @triton.jit

@@ -51,6 +51,11 @@ def is_fresh(q_lens: tuple[int, ...], kv_lens: tuple[int, ...]) -> bool:
     return all(new in (0, length) for new, length in zip(q_lens, kv_lens, strict=True))
 
 
+def consecutive(runs: tuple[int, ...]) -> bool:
+    """Whether the pages of each sequence lie in a row; unknown ones do not."""
+    return bool(runs) and min(runs) >= 0
+
+
 def leading_singles(q_lens: tuple[int, ...]) -> int:
     """How many sequences at the front have one new token each."""
     return next((i for i, length in enumerate(q_lens) if length != 1), len(q_lens))
