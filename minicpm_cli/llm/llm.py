@@ -172,8 +172,7 @@ class LLM:
         rules = calls.forced.rules if calls else None
         mask = self._prompter.grammars.mask(params, sink, budget, request.prefill, rules) or budget
         out = CallSink(sink, calls.stream(request.id, seed)) if calls else sink
-        held = bool(params.schema or params.regex or rules)
-        eos_ids = frozenset[int]() if params.ignore_eos and not held else self._prompter.eos_ids
+        eos_ids = frozenset[int]() if params.ignore_eos else self._prompter.eos_ids  # a mask ends its answer by itself
         engine_request = EngineRequest(
             request.id, tuple(prompt.ids or ()), params, seed, eos_ids=eos_ids, sink=out, mask=mask
         )

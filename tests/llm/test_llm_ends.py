@@ -18,10 +18,16 @@ def test_the_model_s_end_may_be_ignored(load) -> None:
         "ended": ending,
         "on": replace(ending, ignore_eos=True),
         "held": replace(PARAMS, ignore_eos=True, regex="[ab]"),
+        "held and ended": replace(ending, ignore_eos=True, regex="[ab]+"),
     }
     ends = {
         e.id: e for e in llm.stream([Request(name, "hello you", params) for name, params in asked.items()]) if e.finish
     }
-    assert {name: event.finish for name, event in ends.items()} == {"ended": "stop", "on": "length", "held": "stop"}
+    assert {name: event.finish for name, event in ends.items()} == {
+        "ended": "stop",
+        "on": "length",
+        "held": "stop",
+        "held and ended": "stop",
+    }
     assert ends["on"].usage is not None
     assert ends["on"].usage.completion_tokens == PARAMS.max_tokens
