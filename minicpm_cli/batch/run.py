@@ -79,6 +79,7 @@ class _Run:
         self._llm: LanguageModel | None = None
         self._host = Host()
         self._begun = time.monotonic()
+        self._ended: float | None = None
 
     def go(self, llm_factory: Callable[[], LanguageModel]) -> None:
         try:
@@ -103,7 +104,7 @@ class _Run:
             self._look(),
             self._host,
             self._job.past.errors.total(),
-            time.monotonic() - self._begun,
+            (self._ended or time.monotonic()) - self._begun,
             self._job.seed,
             self._options.output,
             interrupted,
@@ -144,6 +145,7 @@ class _Run:
             try:
                 self._answer(llm, first, rows)
             finally:
+                self._ended = time.monotonic()  # what follows, such as the end of other processes, is no one's speed
                 self._progress.stop()
                 self._look()
                 info, self._llm = llm.info, None

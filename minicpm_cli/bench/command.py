@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TextIO
 
 from minicpm_cli.bench.rows import STEADY, Row, place
@@ -28,7 +29,8 @@ PEERS = ("transformers",)
 class BenchOptions:
     """`shape` measures random weights in the place of the model of `load`; no `workloads` means the usual ones.
 
-    `against` repeats the workloads with another engine in the same process. `requests` shortens throughput.
+    `against` repeats the workloads with another engine in the same process. `requests` shortens throughput, and
+    `devices` shares it among an engine on each of them.
     """
 
     load: LoadOptions
@@ -38,6 +40,7 @@ class BenchOptions:
     against: str | None = None
     json: bool = False
     requests: int | None = None
+    devices: tuple[str, ...] = ()
 
     def checked(self) -> BenchOptions:
         """Itself. Raises UsageError before anything is loaded."""
@@ -51,6 +54,8 @@ class BenchOptions:
                 raise UsageError(f"{flag} is {count}; it must be at least 1")
         if self.requests and "throughput" not in self.workloads:
             raise UsageError("--requests is for the workload throughput; name it too")
+        if self.devices and (self.workloads != ("throughput",) or self.against):
+            raise UsageError("--gpus and --workers are for the workload throughput; name it, and nothing else")
         if self.load.lora is not None and (self.shape is not None or self.against is not None):
             what = "random weights" if self.shape is not None else f"--against {self.against}"
             raise UsageError(f"--lora has no place beside {what}; leave one of the two out")
@@ -61,7 +66,12 @@ class BenchOptions:
     @property
     def speeds(self) -> list[Workload]:
         chosen = [WORKLOADS[name] for name in self.workloads or USUAL if name in WORKLOADS]
-        return [w.sized(self.requests) if w.name == "throughput" else w for w in chosen]
+        return [self._sized(w) if w.name == "throughput" else w for w in chosen]
+
+    def _sized(self, workload: Workload) -> Workload:
+        """Each engine is warmed up as the only one is."""
+        warm = workload.warm and workload.warm * max(len(self.devices), 1)
+        return replace(workload.sized(self.requests), warm=warm)
 
     @property
     def load_flags(self) -> list[str]:
@@ -125,9 +135,9 @@ def _measure(options: BenchOptions, settings: Settings, err: TextIO) -> Iterator
     if KERNELS in options.workloads:
         yield from _kernels(subject, say)
     if options.speeds:
-        yield from _speeds("ours", options, subject, say)
+        yield from _speeds("ours", options, subject, settings, say)
         if options.against:
-            yield from _speeds(options.against, options, subject, say)
+            yield from _speeds(options.against, options, subject, settings, say)
 
 
 def _starts(options: BenchOptions, subject: Subject, more: list[str], say: _Notes) -> Iterator[Row]:
@@ -148,19 +158,27 @@ def _kernels(subject: Subject, say: _Notes) -> Iterator[Row]:
         yield Row(setting, kernel.name, kernel.rates, kernel.unit, kernel.limit)
 
 
-def _speeds(engine: str, options: BenchOptions, subject: Subject, say: _Notes) -> Iterator[Row]:
+def _speeds(engine: str, options: BenchOptions, subject: Subject, settings: Settings, say: _Notes) -> Iterator[Row]:
     """The rows of one engine; its model is freed at the end, before the next one is loaded."""
     say(f"loading {subject.name} for {engine}")
     ours = engine == "ours"
-    runner: Runner = subject.runner() if ours else subject.peer_runner()
-    setting = subject.setting() if ours else subject.peer_setting(engine)
-    for workload in options.speeds:
-        say(f"{workload.name}: {workload.help}")
-        runs = measure(runner, workload, vocab=subject.cfg.vocab, repeats=options.repeats)
-        yield Row(setting, workload.name, tuple(map(workload.rate, runs)), workload.unit)
-        gpu = setting.threads is None  # on a CPU the host's time is the computation itself
-        if workload.host and gpu and all(run.host_seconds is not None for run in runs):
-            yield Row(setting, workload.host, tuple(map(host_ms, runs)), "ms")
+    setting = subject.setting(options.devices) if ours else subject.peer_setting(engine)
+    with _runner(options, subject, settings, ours=ours) as runner:
+        for workload in options.speeds:
+            say(f"{workload.name}: {workload.help}")
+            runs = measure(runner, workload, vocab=subject.cfg.vocab, repeats=options.repeats)
+            yield Row(setting, workload.name, tuple(map(workload.rate, runs)), workload.unit)
+            gpu = setting.threads is None  # on a CPU the host's time is the computation itself
+            if workload.host and gpu and all(run.host_seconds is not None for run in runs):
+                yield Row(setting, workload.host, tuple(map(host_ms, runs)), "ms")
+
+
+def _runner(
+    options: BenchOptions, subject: Subject, settings: Settings, *, ours: bool
+) -> AbstractContextManager[Runner]:
+    if ours and options.devices:
+        return subject.fleet_runner(options.devices, settings)
+    return nullcontext(subject.runner() if ours else subject.peer_runner())
 
 
 class _Notes:

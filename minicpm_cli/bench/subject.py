@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,13 +13,17 @@ import torch
 from minicpm_cli.bench import machine, peer
 from minicpm_cli.bench.folder import write_folder
 from minicpm_cli.bench.rows import Setting
-from minicpm_cli.bench.runner import EngineRunner
+from minicpm_cli.bench.runner import EngineRunner, FleetRunner
 from minicpm_cli.bench.shapes import raw_config
 from minicpm_cli.bench.weights import RandomSource
+from minicpm_cli.errors import DeviceError
+from minicpm_cli.fleet.fleet import Fleet
+from minicpm_cli.fleet.local import processes
 from minicpm_cli.hub import resolve
 from minicpm_cli.llm.checkpoint import KERNELS, Checkpoint
 from minicpm_cli.llm.device import choose_device, choose_dtype, dtype_name
 from minicpm_cli.llm.opening import open_engine, plan_engine
+from minicpm_cli.llm.prompter import Prompter
 from minicpm_cli.model.config import ModelConfig
 from minicpm_cli.model.decoder import Decoder
 from minicpm_cli.model.load_scheme import AS_STORED, LoadScheme, weight_bytes
@@ -77,8 +81,11 @@ class Subject:
         lookup = [f"lookup {self.options.lookup}"] if self.options.lookup else []
         return ", ".join([self.checkpoint.scheme(dtype_name(self.dtype)), *cache, *seats, *eager, *lookup])
 
-    def setting(self) -> Setting:
-        return machine.setting_for(self.device, self.name, self.scheme)
+    def setting(self, devices: Sequence[str] = ()) -> Setting:
+        """With an engine on each of `devices`, where they are given."""
+        count = f"{len(devices)} {'worker' if self.device.type == 'cpu' else 'GPU'}{'s' if len(devices) > 1 else ''}"
+        scheme = f"{self.scheme}, {count}" if devices else self.scheme
+        return machine.setting_for(self.device, self.name, scheme)
 
     def peer_setting(self, engine: str) -> Setting:
         """Of an engine that runs dequantized weights."""
@@ -90,6 +97,18 @@ class Subject:
         fitted = replace(self.checkpoint, cfg=self.cfg.with_context(plan.context))
         opened = open_engine(self.options, plan, fitted, self.device, self.dtype)
         return EngineRunner(opened.engine)
+
+    @contextmanager
+    def fleet_runner(self, devices: Sequence[str], settings: Settings) -> Iterator[FleetRunner]:
+        """Loads the weights once for each device, in processes of their own, which end with the context."""
+        with self.on_disk() as model:
+            files = resolve(model, settings)
+            prompter = Prompter.open(self.options, files)
+            links = processes(devices, self.options, files, settings.threads, settings.cache_dir)
+            with closing(Fleet(prompter, links, _refuse)) as fleet:
+                if (found := fleet.gather()) < len(devices):
+                    _refuse(f"{len(devices) - found} of {len(devices)} workers could not load the model")
+                yield FleetRunner(fleet)
 
     def peer_runner(self) -> peer.TransformersRunner:
         """Loads the same model in transformers."""
@@ -106,6 +125,11 @@ class Subject:
         with TemporaryDirectory(prefix="minicpm-bench-") as folder:
             write_folder(Path(folder), self.name, self.device)
             yield folder
+
+
+def _refuse(text: str) -> None:
+    """Of a fleet: with fewer workers than were asked for it would be another measurement."""
+    raise DeviceError(f"{text}; not measured")
 
 
 def open_subject(load: LoadOptions, shape: str | None, settings: Settings) -> Subject:

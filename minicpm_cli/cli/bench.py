@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from minicpm_cli.cli.fleet import crew
 from minicpm_cli.cli.options import LOAD, MODEL, OUTPUT, SERVER, Flags, examples, takes
 from minicpm_cli.cli.runtime import Invocation
 from minicpm_cli.errors import UsageError
@@ -15,6 +16,7 @@ _EXAMPLES = examples(
     "minicpm bench -m demo",
     "minicpm bench --shape minicpm4-0.5b decode ttft2048 --json",
     "minicpm bench --shape minicpm-2b throughput --quantize w4 --head-bits 8 --requests 256",
+    "minicpm bench --shape minicpm-2b throughput --gpus 2",
     "minicpm bench -m demo decode --against transformers",
     "minicpm bench --server http://127.0.0.1:8000 --streams 256",
 )
@@ -53,6 +55,14 @@ def bench(
             show_default=False,
         ),
     ] = None,
+    gpus: Annotated[
+        int | None,
+        typer.Option(help="Throughput of an engine on each of the first N GPUs.", metavar="N", show_default=False),
+    ] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(help="With --device cpu: throughput of N engines that share it.", metavar="N", show_default=False),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON record a row.")] = False,
     flags: Flags,
 ) -> None:
@@ -61,10 +71,15 @@ def bench(
 
     invocation: Invocation = context.obj
     settings = invocation.configure(flags)
+    several = crew(settings.options, gpus, workers, ray=None)
     if streams is not None or flags["server"] is not None:
+        if several is not None:
+            raise UsageError("a server has its own engines; leave --gpus and --workers out, or --server")
         _served(invocation, settings, workloads or [], streams, requests, as_json=as_json)
         return
-    options = BenchOptions(settings.options, shape, tuple(workloads or ()), repeats, against, as_json, requests)
+    devices = several.devices if several is not None else ()
+    names = tuple(workloads or ())
+    options = BenchOptions(settings.options, shape, names, repeats, against, as_json, requests, devices)
     run_bench(options, settings, invocation.terminal.out, invocation.terminal.err)
 
 

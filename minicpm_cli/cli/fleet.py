@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -11,13 +10,13 @@ from typing import TYPE_CHECKING
 from minicpm_cli.cli.opening import files_of
 from minicpm_cli.cli.progress import ProgressLine
 from minicpm_cli.cli.runtime import Invocation
-from minicpm_cli.errors import DeviceError, UsageError
+from minicpm_cli.errors import UsageError
 from minicpm_cli.llm.info import LanguageModel
 from minicpm_cli.settings import LoadOptions, Settings
 
 if TYPE_CHECKING:
     from minicpm_cli.fleet.link import Link
-    from minicpm_cli.fleet.messages import Order
+    from minicpm_cli.hub.files import ModelFiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +60,10 @@ def fleet(invocation: Invocation, settings: Settings, crew: Crew) -> Iterator[La
         files = files_of(settings, progress)
         progress(f"loading {files.name} {len(crew.devices)} times", 0, None)
         from minicpm_cli.fleet.fleet import Fleet
-        from minicpm_cli.fleet.messages import Order
         from minicpm_cli.llm.prompter import Prompter
 
         prompter = Prompter.open(settings.options, files)
-        threads = _threads(settings, crew)
-        every = [replace(settings.options, device=device) for device in crew.devices]
-        orders = [Order(options, files, threads, settings.cache_dir) for options in every]
-        opened = Fleet(prompter, _links(crew, orders), invocation.terminal.note)
+        opened = Fleet(prompter, _links(crew, settings, files), invocation.terminal.note)
     try:
         info = opened.info
         checkpoint = prompter.checkpoint.with_options(settings.options)
@@ -81,33 +76,16 @@ def fleet(invocation: Invocation, settings: Settings, crew: Crew) -> Iterator[La
         opened.close()
 
 
-def _links(crew: Crew, orders: Sequence[Order]) -> Sequence[Link]:
-    if crew.ray is not None:
-        from minicpm_cli.fleet import ray_link
+def _links(crew: Crew, settings: Settings, files: ModelFiles) -> Sequence[Link]:
+    if crew.ray is None:
+        from minicpm_cli.fleet import local
 
-        cpus = orders[0].threads or 1
-        return ray_link.links(ray_link.connect(crew.ray, len(orders), cpus), orders[0], len(orders), cpus)
-    from minicpm_cli.fleet.link import ProcessLink
+        return local.processes(crew.devices, settings.options, files, settings.threads, settings.cache_dir)
+    from minicpm_cli.fleet import ray_link
+    from minicpm_cli.fleet.messages import Order
 
-    _check_there(crew)
-    return [ProcessLink(order) for order in orders]
-
-
-def _check_there(crew: Crew) -> None:
-    if crew.devices[0] == "cpu":
-        return
-    import torch
-
-    there = torch.cuda.device_count()
-    if there < len(crew.devices):
-        raise DeviceError(f"--gpus {len(crew.devices)}: this machine has {there} that torch can use. Ask for fewer.")
-
-
-def _threads(settings: Settings, crew: Crew) -> int | None:
-    """Of each engine; on one CPU they share the cores."""
-    if settings.threads is not None or crew.devices[0] != "cpu":
-        return settings.threads
-    if crew.ray is not None:
-        return 1
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(cores // len(crew.devices), 1)
+    cpu = crew.devices[0] == "cpu"
+    threads = settings.threads or (1 if cpu else None)
+    order = Order(replace(settings.options, device=crew.devices[0]), files, threads, settings.cache_dir)
+    count, cpus = len(crew.devices), threads or 1
+    return ray_link.links(ray_link.connect(crew.ray, count, cpus), order, count, cpus)

@@ -80,6 +80,12 @@ class Fleet:
                 if not any(worker.alive for worker in self._workers):
                     raise error
 
+    def gather(self) -> int:
+        """Waits until every worker has its model, or is gone; how many have it. Not while a stream runs."""
+        while any(worker.alive and worker.info is None for worker in self._workers):
+            list(self._told())
+        return sum(worker.alive for worker in self._workers)
+
     @property
     def info(self) -> LLMInfo:
         """The sizes are those of all workers together."""
@@ -127,6 +133,8 @@ class Fleet:
     def close(self) -> None:
         for worker in self._workers:
             worker.link.close()
+        for worker in self._workers:
+            worker.link.join()
 
     def stream(self, requests: Iterable[Request | None]) -> Generator[Event]:
         self._epoch += 1

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe
@@ -21,7 +24,12 @@ class Link(Protocol):
 
     def begin(self, told: Callable[[FromWorker | None], None]) -> None: ...
     def send(self, message: ToWorker) -> None: ...
-    def close(self) -> None: ...
+
+    def close(self) -> None:
+        """Tells the worker to end."""
+
+    def join(self) -> None:
+        """Waits for its end, after `close`."""
 
 
 class ConnectionLink:
@@ -41,18 +49,27 @@ class ConnectionLink:
     def close(self) -> None:
         self._out.put(None)
 
+    def join(self) -> None:
+        pass
+
     def _send(self) -> None:
         with suppress(OSError):
             while (message := self._out.get()) is not None:
                 self._connection.send(message)
         with suppress(OSError):
-            self._connection.close()
+            _end(self._connection)
 
     def _hear(self, told: Callable[[FromWorker | None], None]) -> None:
-        with suppress(EOFError, OSError, TypeError):  # TypeError: it was closed while it waited
+        with suppress(EOFError, OSError):
             while True:
                 told(self._connection.recv())
         told(None)
+
+
+def _end(connection: Connection) -> None:
+    """The other side hears that no more will come. To close it would not do: another thread is reading from it."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as shared:
+        shared.shutdown(socket.SHUT_WR)
 
 
 class ProcessLink(ConnectionLink):
@@ -64,6 +81,7 @@ class ProcessLink(ConnectionLink):
         command = [sys.executable, "-m", "minicpm_cli.fleet.worker", str(number)]
         self._process = subprocess.Popen(command, pass_fds=[number], stdin=subprocess.DEVNULL)
         theirs.close()
+        self._deadline = 0.0
         super().__init__(ours)
         self.send(order)
 
@@ -73,8 +91,11 @@ class ProcessLink(ConnectionLink):
 
     def close(self) -> None:
         super().close()
+        self._deadline = time.monotonic() + _SECONDS
+
+    def join(self) -> None:
         try:
-            self._process.wait(_SECONDS)
+            self._process.wait(max(self._deadline - time.monotonic(), 0))
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()

@@ -69,6 +69,9 @@ class RayLink:
         with suppress(Exception):  # it may be gone, or its cluster
             self._ray.kill(self._actor)
 
+    def join(self) -> None:
+        pass
+
     def kill(self) -> None:
         """As a node that goes down does; for tests."""
         self._ray.kill(self._actor)

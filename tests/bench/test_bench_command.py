@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -26,6 +27,12 @@ from minicpm_cli.types import SamplingParams
         ({"repeats": 0}, "--repeats is 0"),
         ({"requests": 0, "workloads": ("throughput",)}, "--requests is 0"),
         ({"requests": 8}, "--requests is for the workload throughput"),
+        ({"devices": ("cuda:0",), "workloads": ("decode", "throughput")}, "are for the workload throughput"),
+        ({"devices": ("cuda:0",)}, "are for the workload throughput"),
+        (
+            {"devices": ("cpu",), "workloads": ("throughput",), "against": "transformers"},
+            "are for the workload throughput",
+        ),
         ({"shape": "gpt-2"}, "choose one of: minicpm-2b"),
     ],
 )
@@ -51,6 +58,14 @@ def test_a_shortened_throughput_is_named_so() -> None:
     (short,) = BenchOptions(LoadOptions(), workloads=("throughput",), requests=8).checked().speeds
     assert (whole.name, whole.batch) == ("throughput", 1024)
     assert (short.name, short.batch, short.help[:10]) == ("throughput-8", 8, "8 requests")
+
+
+def test_each_engine_is_warmed_up_as_the_only_one_is() -> None:
+    warm = []
+    for devices in ((), ("cuda:0",), ("cuda:0", "cuda:1")):
+        (throughput,) = BenchOptions(LoadOptions(), workloads=("throughput",), devices=devices).checked().speeds
+        warm.append(throughput.warm)
+    assert warm == [128, 128, 256]
 
 
 def test_a_process_of_its_own_loads_as_asked() -> None:
@@ -86,7 +101,7 @@ class Fixed:
     def __init__(self, *seconds: float) -> None:
         self.seconds = seconds
 
-    def setting(self) -> Setting:
+    def setting(self, devices: Sequence[str] = ()) -> Setting:
         return SETTING if self.host is None else replace(SETTING, threads=None)
 
     def peer_setting(self, engine: str) -> Setting:

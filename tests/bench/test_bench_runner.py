@@ -6,12 +6,12 @@ from collections.abc import Iterable, Iterator
 
 import pytest
 
-from minicpm_cli.bench.runner import EngineRunner
+from minicpm_cli.bench.runner import EngineRunner, FleetRunner
 from minicpm_cli.bench.speed import Run
 from minicpm_cli.engine.sequence import EngineRequest, TokenEvent
 from minicpm_cli.engine.stats import Stats
 from minicpm_cli.errors import MinicpmError, OutOfMemory
-from minicpm_cli.types import SamplingParams
+from minicpm_cli.types import Event, Request, SamplingParams, Usage
 
 
 class Clocked:
@@ -66,3 +66,41 @@ def test_an_engines_error_is_raised() -> None:
     engine = Clocked(error=OutOfMemory("no page left"))
     with pytest.raises(OutOfMemory, match="no page left"):
         EngineRunner(engine, engine.clock).run([(1,)], greedy(3))
+
+
+class ClockedFleet:
+    """Begins each request 1 s after it was asked for; whole answers come 2 s later, `short` of some tokens."""
+
+    def __init__(self, short: int = 0, error: Exception | None = None) -> None:
+        self.now, self.short, self.error = 100.0, short, error
+        self.requests: list[Request] = []
+
+    def clock(self) -> float:
+        return self.now
+
+    def stream(self, requests: Iterable[Request | None]) -> Iterator[Event]:
+        self.requests = [request for request in requests if request is not None]
+        self.now += 1.0
+        yield from (Event(request.id) for request in self.requests)
+        self.now += 2.0
+        for request in self.requests:
+            usage = Usage(len(request.ids or ()), (request.params.max_tokens or 0) - self.short)
+            yield Event(request.id, "some text")
+            yield Event(request.id, finish="length", usage=usage, error=self.error)
+
+
+def test_a_fleets_run_counts_tokens_and_seconds() -> None:
+    fleet = ClockedFleet()
+    run = FleetRunner(fleet, fleet.clock).run([(1, 2, 3), (4, 5, 6)], greedy(5))
+    assert run == Run(prompt_tokens=6, new_tokens=10, first_seconds=1.0, total_seconds=3.0)
+    assert [request.ids for request in fleet.requests] == [(1, 2, 3), (4, 5, 6)]
+    assert len({request.id for request in fleet.requests}) == 2
+    assert len({request.params.seed for request in fleet.requests}) == 2
+    assert all(request.params.ignore_eos for request in fleet.requests)
+
+
+def test_what_a_fleet_leaves_out_is_no_measurement() -> None:
+    with pytest.raises(MinicpmError, match="9 tokens instead of 10"):
+        FleetRunner(ClockedFleet(short=1)).run([(1,)], greedy(10))
+    with pytest.raises(OutOfMemory):
+        FleetRunner(ClockedFleet(error=OutOfMemory("no room"))).run([(1,)], greedy(10))

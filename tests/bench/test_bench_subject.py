@@ -13,6 +13,8 @@ from minicpm_cli.bench.command import BenchOptions, run_bench
 from minicpm_cli.bench.folder import write_folder
 from minicpm_cli.bench.subject import open_subject
 from minicpm_cli.bench.weights import RandomSource
+from minicpm_cli.errors import DeviceError
+from minicpm_cli.fleet.fleet import Fleet
 from minicpm_cli.llm.checkpoint import Checkpoint
 from minicpm_cli.model.shapes import tensor_shapes
 from minicpm_cli.settings import LoadOptions, Settings
@@ -111,3 +113,33 @@ def test_the_engine_is_the_one_that_was_asked_for(graphs: bool) -> None:
     ).runner()
     config = runner._engine.config  # type: ignore[attr-defined]
     assert (config.graphs, config.max_seqs) == (graphs, 3)
+
+
+@pytest.mark.parametrize(
+    ("devices", "told"), [((), "fp32"), (("cpu",), "fp32, 1 worker"), (("cpu",) * 2, "fp32, 2 workers")]
+)
+def test_several_engines_are_told(devices: tuple[str, ...], told: str) -> None:
+    subject = open_subject(LoadOptions(device="cpu", dtype="fp32"), "tiny", settings())
+    assert subject.setting(devices).scheme == told
+
+
+@pytest.fixture
+def two(monkeypatch: pytest.MonkeyPatch) -> BenchOptions:
+    """Throughput of two engines whose context its requests fit into."""
+    monkeypatch.setattr(shapes, "SHAPES", {"tiny": TINY | {"max_position_embeddings": 1024}})
+    load = LoadOptions(device="cpu", dtype="fp32")
+    return BenchOptions(load, "tiny", ("throughput",), requests=3, devices=("cpu", "cpu"))
+
+
+def test_several_engines_are_several_processes(two: BenchOptions, isolated: Settings) -> None:
+    (row,) = run_bench(two, isolated)
+    assert (row.setting.scheme, row.workload) == ("fp32, 2 workers", "throughput-3")
+    assert row.value > 0
+
+
+def test_fewer_engines_than_asked_for_are_no_measurement(
+    two: BenchOptions, isolated: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Fleet, "gather", lambda _: 1)
+    with pytest.raises(DeviceError, match="1 of 2 workers could not load the model; not measured"):
+        run_bench(two, isolated)

@@ -41,8 +41,7 @@ class Workers:
             links.append(ConnectionLink(ours))
             self._ends.append(theirs)
         self.fleet = Fleet(Prompter(), links, self.said.append)  # type: ignore[arg-type]
-        while self.fleet.info.max_seqs < sum(llm.seats for llm in llms):  # one would be enough to begin
-            list(self.fleet._told())
+        assert self.fleet.gather() == len(llms)  # one would be enough to begin
 
     def _serve(self, llm: FakeLLM, connection: Connection) -> None:
         try:

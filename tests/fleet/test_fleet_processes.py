@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from fleet_cases import COUNT, asked, order_of, texts
 
 from minicpm_cli.cli.fleet import Crew, crew
 from minicpm_cli.errors import ModelError, UsageError
+from minicpm_cli.fleet import link
 from minicpm_cli.fleet.fleet import Fleet
 from minicpm_cli.fleet.link import ProcessLink
 from minicpm_cli.fleet.messages import Order
@@ -42,6 +44,31 @@ def test_a_worker_that_is_killed_costs_nothing_but_time(order: Order) -> None:
     assert together == alone
     assert len(said) == 1
     assert len(set(alone.values())) > COUNT // 2, "they tell apart"
+
+
+def test_workers_end_by_themselves_when_their_fleet_closes(order: Order, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link, "_SECONDS", 60.0)  # then they would be killed
+    links = [ProcessLink(order), ProcessLink(order)]
+    fleet = Fleet(Prompter.open(order.options, order.files), links)
+    assert fleet.gather() == 2
+    texts(fleet.stream([fleet.encoded(request) for request in asked()]))
+    begun = time.monotonic()
+    fleet.close()
+    assert time.monotonic() - begun < 30.0
+    assert [one._process.returncode for one in links] == [0, 0]
+
+
+def test_a_worker_that_does_not_end_is_killed(order: Order, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link, "_SECONDS", 0.5)
+    links = [ProcessLink(order), ProcessLink(order)]
+    fleet = Fleet(Prompter.open(order.options, order.files), links)
+    fleet.gather()
+    for one in links:
+        os.kill(one.pid, signal.SIGSTOP)
+    begun = time.monotonic()
+    fleet.close()
+    assert time.monotonic() - begun < 10.0, "they share the time"
+    assert [one._process.returncode for one in links] == [-signal.SIGKILL] * 2
 
 
 def test_what_a_worker_meets_while_it_loads_is_told(order: Order, tmp_path: Path) -> None:

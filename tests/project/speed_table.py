@@ -24,6 +24,8 @@ JOBS = {
     "2b throughput": "--shape minicpm-2b throughput",
     "2b throughput fp8": "--shape minicpm-2b throughput --kv-dtype fp8",
     "2b throughput w4 fp8": f"--shape minicpm-2b throughput --kv-dtype fp8 {W4}",
+    "2b one": "--shape minicpm-2b throughput --gpus 1",
+    "2b two": "--shape minicpm-2b throughput --gpus 2",
     "2b load": "--shape minicpm-2b load",
     "2b load w4": f"--shape minicpm-2b load {W4}",
     "2b kernels": "--shape minicpm-2b kernels",
