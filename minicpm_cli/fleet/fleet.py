@@ -2,8 +2,8 @@
 
 Every worker holds as many requests as it has seats, and a few more, so that it never waits for the next. Requests with
 the beginning of an earlier one go to the worker that has that beginning in its cache, while it is not much busier than
-the others. What ran on a worker that dies is begun again on another: draws depend on a request alone, so its answer is
-the same.
+the others. What waits at one while another has a seat free goes there. What ran on a worker that dies is begun again on
+another: draws depend on a request alone, so its answer is the same.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from queue import Empty, SimpleQueue
 
 from minicpm_cli.errors import DeviceError, MinicpmError
 from minicpm_cli.fleet.link import Link
-from minicpm_cli.fleet.messages import Ask, Begun, Failed, Finished, FromWorker, Ready, Stop
+from minicpm_cli.fleet.messages import Ask, Begun, Failed, Finished, FromWorker, Ready, Recall, Returned, Stop
 from minicpm_cli.llm.info import LLMInfo, Speculated, Totals
 from minicpm_cli.llm.prompter import Prompter
 from minicpm_cli.types import Event, Request, SamplingParams
@@ -31,17 +31,33 @@ _SECONDS = 0.02  # between looks for new requests
 class _Worker:
     link: Link
     info: LLMInfo | None = None
-    open: dict[str, Request] = field(default_factory=dict)
+    open: dict[str, Request] = field(default_factory=dict)  # the newest come last
+    recalled: set[str] = field(default_factory=set)
     totals: Totals = field(default_factory=Totals)
     gpu_peak_bytes: int | None = None
     alive: bool = True
 
     @property
+    def seats(self) -> int:
+        return self.info.max_seqs if self.alive and self.info is not None else 0
+
+    @property
     def room(self) -> int:
-        if not self.alive or self.info is None:
-            return 0
-        seats = self.info.max_seqs
-        return seats + max(seats // _AHEAD, 2) - len(self.open)
+        return self.seats + max(self.seats // _AHEAD, 2) - len(self.open) if self.seats else 0
+
+    @property
+    def waiting(self) -> int:
+        """How many have no seat, and are not on their way back."""
+        return max(len(self.open) - len(self.recalled) - self.seats, 0)
+
+    def end(self, ident: str) -> Request | None:
+        self.recalled.discard(ident)
+        return self.open.pop(ident, None)
+
+    def drop(self) -> list[Request]:
+        """All of them."""
+        left, self.open, self.recalled = list(self.open.values()), {}, set()
+        return left
 
 
 class Fleet:
@@ -142,12 +158,12 @@ class Fleet:
         try:
             while more or self._open:
                 more = more and self._ask(source)
+                self._level()
                 yield from self._told()
         finally:
             for worker in self._workers:
-                if worker.open:
+                if worker.drop():
                     worker.link.send(Stop())
-                    worker.open.clear()
             self._tries.clear()
 
     @property
@@ -163,19 +179,31 @@ class Fleet:
                 return False
             if request is None:
                 return True
-            self._hand(request)
+            self._hand(request, self._place(request))
         return True
 
-    def _hand(self, request: Request) -> None:
-        number = self._place(request)
+    def _level(self) -> None:
+        """Calls the newest of what waits at one worker back, as far as others have seats for it.
+
+        Else the last rows of a file would wait here for seats that are free there: 1,024 on two GPUs of 256 seats took
+        6 % longer.
+        """
+        free = sum(max(worker.seats - len(worker.open), 0) - len(worker.recalled) for worker in self._workers)
+        for worker in self._workers:
+            if (count := min(worker.waiting, free)) > 0:
+                ids = [ident for ident in reversed(worker.open) if ident not in worker.recalled][:count]
+                worker.recalled.update(ids)
+                worker.link.send(Recall(self._epoch, tuple(ids)))
+                free -= count
+
+    def _hand(self, request: Request, number: int) -> None:
         worker = self._workers[number]
         worker.open[request.id] = request
         worker.link.send(Ask(self._epoch, request))
 
     def _place(self, request: Request) -> int:
         """The worker that knows the beginning, unless another has far more room."""
-        rooms = [worker.room if worker.alive else -(10**9) for worker in self._workers]
-        free = rooms.index(max(rooms))
+        rooms, free = self._rooms(), self._emptiest()
         beginning = hash(tuple((request.ids or ())[:_BEGINNING]))
         known = self._places.pop(beginning, free)
         if rooms[known] <= 0 or rooms[free] > 2 * rooms[known]:
@@ -184,6 +212,13 @@ class Fleet:
         if len(self._places) > _BEGINNINGS:
             self._places.popitem(last=False)
         return known
+
+    def _emptiest(self) -> int:
+        rooms = self._rooms()
+        return rooms.index(max(rooms))
+
+    def _rooms(self) -> list[int]:
+        return [worker.room if worker.alive else -(10**9) for worker in self._workers]
 
     def _told(self) -> Iterator[Event]:
         """What the workers said, after a short wait."""
@@ -201,8 +236,11 @@ class Fleet:
             yield Event(message.id)
         elif isinstance(message, Finished):
             worker.totals, worker.gpu_peak_bytes = message.totals, message.gpu_peak_bytes
-            if message.epoch == self._epoch and worker.open.pop(message.id, None) is not None:
+            if message.epoch == self._epoch and worker.end(message.id) is not None:
                 yield from message.events
+        elif isinstance(message, Returned):
+            if message.epoch == self._epoch and (request := worker.end(message.id)) is not None:
+                self._hand(request, self._emptiest())
         elif isinstance(message, Ready):
             worker.info = message.info
         elif isinstance(message, Failed):
@@ -214,7 +252,7 @@ class Fleet:
         """Its requests go to the others, each of them until it has seen too many die."""
         worker = self._workers[number]
         worker.alive = False
-        left, worker.open = list(worker.open.values()), {}
+        left = worker.drop()
         alive = sum(other.alive for other in self._workers)
         if not alive:
             raise DeviceError("all workers have ended. What they had finished is kept; run the same command again.")
@@ -222,7 +260,7 @@ class Fleet:
         for request in left:
             self._tries[request.id] = self._tries.get(request.id, 0) + 1
             if self._tries[request.id] < _TRIES:
-                self._hand(request)
+                self._hand(request, self._place(request))
             else:
                 error = MinicpmError(f"{_TRIES} workers ended while they worked on this request.")
                 yield Event(request.id, finish="error", error=error)

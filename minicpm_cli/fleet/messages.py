@@ -30,6 +30,14 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
+class Recall:
+    """To a worker: give these back, if they have not ended yet."""
+
+    epoch: int
+    ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     """To a worker: what runs is not wanted any more."""
 
@@ -63,11 +71,19 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True)
+class Returned:
+    """From a worker that was told to give a request back; nothing of it will come any more."""
+
+    epoch: int
+    id: str
+
+
+@dataclass(frozen=True, slots=True)
 class Failed:
     """From a worker that cannot go on."""
 
     error: Exception
 
 
-ToWorker = Ask | Stop
-FromWorker = Ready | Begun | Finished | Failed
+ToWorker = Ask | Recall | Stop
+FromWorker = Ready | Begun | Finished | Returned | Failed

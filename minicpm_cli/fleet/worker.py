@@ -15,18 +15,37 @@ from contextlib import closing, suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from socket import gethostname
+from typing import Protocol
 
 from minicpm_cli.errors import MinicpmError, ModelNotFound
-from minicpm_cli.fleet.messages import Ask, Begun, Failed, Finished, FromWorker, Order, Ready
+from minicpm_cli.fleet.messages import Ask, Begun, Failed, Finished, FromWorker, Order, Ready, Recall, Returned
 from minicpm_cli.llm.info import LanguageModel
 from minicpm_cli.types import Event, Request
+
+
+class Model(LanguageModel, Protocol):
+    """What a worker needs of an LLM."""
+
+    def cancel(self, request_id: str) -> None:
+        """Its last event, before the next step, says "cancelled"; nothing where it is not running. From any thread."""
+
+
+class Outbox:
+    """For several threads."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection, self._turn = connection, threading.Lock()
+
+    def send(self, message: FromWorker) -> None:
+        with self._turn:
+            self._connection.send(message)
 
 
 class Inbox:
     """Reads all that comes at once: what waits here is the worker's, and the sender is free."""
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
+    def __init__(self, connection: Connection, model: Model, outbox: Outbox) -> None:
+        self._connection, self._model, self._outbox = connection, model, outbox
         self._asked: deque[Ask] = deque()
         self._changed = threading.Condition()
         self.stopped = self.ended = False
@@ -57,6 +76,8 @@ class Inbox:
             with self._changed:
                 if isinstance(message, Ask):
                     self._asked.append(message)
+                elif isinstance(message, Recall):
+                    self._give_back(message)
                 else:
                     self._asked.clear()
                     self.stopped, self.ended = True, self.ended or message is None
@@ -64,11 +85,23 @@ class Inbox:
             if message is None:
                 return
 
+    def _give_back(self, recall: Recall) -> None:
+        """At once what still waits here; what the model has got is told when it has let go of it."""
+        waiting = {ask.request.id: ask for ask in self._asked if ask.epoch == recall.epoch}
+        for ident in recall.ids:
+            if ident not in waiting:
+                self._model.cancel(ident)
+                continue
+            self._asked.remove(waiting[ident])
+            with suppress(OSError):  # the other side is gone, which is heard next
+                self._outbox.send(Returned(recall.epoch, ident))
 
-def serve(llm: LanguageModel, connection: Connection) -> None:
+
+def serve(llm: Model, connection: Connection) -> None:
     """Until the other side is gone."""
-    inbox = Inbox(connection)
-    connection.send(Ready(llm.info))
+    outbox = Outbox(connection)
+    inbox = Inbox(connection, llm, outbox)
+    outbox.send(Ready(llm.info))
     while inbox.wait():
         inbox.begin()
         asked = _Asked(inbox)
@@ -77,7 +110,7 @@ def serve(llm: LanguageModel, connection: Connection) -> None:
                 if inbox.stopped:
                     break
                 for message in asked.messages(llm, event):
-                    connection.send(message)
+                    outbox.send(message)
 
 
 class _Asked:
@@ -96,8 +129,12 @@ class _Asked:
                 self._open[ask.request.id] = ask.epoch, []
             yield None if ask is None else ask.request
 
-    def messages(self, llm: LanguageModel, event: Event) -> Iterator[FromWorker]:
+    def messages(self, llm: Model, event: Event) -> Iterator[FromWorker]:
         epoch, before = self._open[event.id]
+        if event.finish == "cancelled":  # as nobody but the fleet does
+            del self._open[event.id]
+            yield Returned(epoch, event.id)
+            return
         if not before:
             yield Begun(epoch, event.id)
         add(before, event)

@@ -15,6 +15,7 @@ from fakes import FakeLLM, rendered
 from minicpm_cli.errors import ContextOverflow, DeviceError, MinicpmError, RequestError
 from minicpm_cli.fleet.fleet import Fleet
 from minicpm_cli.fleet.link import ConnectionLink
+from minicpm_cli.fleet.messages import Recall
 from minicpm_cli.fleet.worker import sendable, serve
 from minicpm_cli.types import Event, Message, Request, SamplingParams
 
@@ -82,6 +83,29 @@ def test_all_are_answered_once_and_both_work() -> None:
         assert sum(len(llm.seen) for llm in workers.llms) == 40
         assert min(len(llm.seen) for llm in workers.llms) > 5
         assert workers.fleet.info.max_seqs == 8
+
+
+def test_what_waits_at_one_worker_goes_to_another_that_has_a_seat_free() -> None:
+    slow, fast = FakeLLM(delay=0.1), FakeLLM(delay=0.001)
+    workers, requests = Workers(slow, fast), asked(12)  # four seats each, and two ahead
+    with closing(workers.fleet):
+        assert answers(workers.fleet.stream(requests)) == expected(requests)
+    assert (len(slow.seen), len(fast.seen)) == (4, 8)
+
+
+def test_what_waits_stays_where_nobody_else_has_a_seat() -> None:
+    llms = FakeLLM(delay=0.01), FakeLLM(delay=0.01)
+    workers = Workers(*llms)
+    with closing(workers.fleet):
+        fleet, sent = workers.fleet, list[object]()
+        for worker in fleet._workers:
+            link, send = worker.link, worker.link.send
+            link.send = lambda message, send=send: (sent.append(message), send(message))[1]  # type: ignore[method-assign]
+        events = fleet.stream(asked(12))
+        for _ in range(12):
+            next(events)
+        assert not any(isinstance(message, Recall) for message in sent)
+        events.close()
 
 
 def test_requests_that_begin_alike_meet_at_one_worker() -> None:

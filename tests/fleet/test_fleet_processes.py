@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +19,11 @@ from minicpm_cli.errors import ModelError, UsageError
 from minicpm_cli.fleet import link
 from minicpm_cli.fleet.fleet import Fleet
 from minicpm_cli.fleet.link import ProcessLink
-from minicpm_cli.fleet.messages import Order
+from minicpm_cli.fleet.messages import FromWorker, Order, Returned
 from minicpm_cli.llm.llm import LLM
 from minicpm_cli.llm.prompter import Prompter
 from minicpm_cli.settings import LoadOptions
+from minicpm_cli.types import Event, Request
 
 
 @pytest.fixture
@@ -44,6 +47,34 @@ def test_a_worker_that_is_killed_costs_nothing_but_time(order: Order) -> None:
     assert together == alone
     assert len(said) == 1
     assert len(set(alone.values())) > COUNT // 2, "they tell apart"
+
+
+def test_what_an_engine_has_got_but_not_begun_goes_to_another(order: Order, monkeypatch: pytest.MonkeyPatch) -> None:
+    def mixed() -> list[Request]:
+        """A worker has two seats, and asks for two more: one gets the long ones."""
+        long = [replace(request.params, max_tokens=200, ignore_eos=True) for request in asked()[:8]]
+        return [
+            replace(request, params=params) if number % 2 == 0 else request
+            for number, (request, params) in enumerate(zip(asked()[:8], long, strict=True))
+        ]
+
+    with closing(LLM.open(order.options, order.files, threads=1)) as llm:
+        alone = texts(llm.stream(mixed()))
+    heard: list[FromWorker | None] = []
+    hear = Fleet._heard
+
+    def listening(self: Fleet, number: int, message: FromWorker | None) -> Iterator[Event]:
+        heard.append(message)
+        return hear(self, number, message)
+
+    monkeypatch.setattr(Fleet, "_heard", listening)
+    links = [ProcessLink(order), ProcessLink(order)]
+    with closing(Fleet(Prompter.open(order.options, order.files), links)) as fleet:
+        assert fleet.gather() == 2
+        for _ in range(2):  # nothing of the first time is left over
+            assert texts(fleet.stream([fleet.encoded(request) for request in mixed()])) == alone
+    returned = [message.id for message in heard if isinstance(message, Returned)]
+    assert {"4", "6"} <= set(returned) <= {"0", "2", "4", "6"}, returned
 
 
 def test_workers_end_by_themselves_when_their_fleet_closes(order: Order, monkeypatch: pytest.MonkeyPatch) -> None:
