@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -140,7 +140,8 @@ class DecodeSteps:
         self._starts = self._rows.int()
         self._received: dict[int, Tensor] = {}  # where in the buffer the bytes of a step of so many rows go
         self._captured: dict[Form, Work] = {}
-        self.logits: dict[Form, Tensor] = {}  # [rows, V] of the last hosted step of each form
+        self.logits: dict[Form, Tensor] = {}  # [rows, V] of the last hosted step of each form, until the next step
+        self._scores: dict[Hashable, Tensor] = {}  # where captured steps leave them
 
     def ready(self, form: Form) -> bool:
         """Whether such a step runs at once: nothing is to be captured."""
@@ -173,10 +174,18 @@ class DecodeSteps:
     def _step(self, form: Form, kv_lens: tuple[int, ...] = ()) -> None:
         there = self.rows(form.rows)
         logits = self._run(self._batch(there, form, kv_lens))
-        if form.kind == "hosted":
-            self.logits[form] = logits
-        else:
+        if form.kind != "hosted":
             self.take(logits, form.kind, there)
+        else:
+            self.logits[form] = logits if self._capture is None else self._moved(logits)
+
+    def _moved(self, logits: Tensor) -> Tensor:
+        """To one place for all captured steps, whose own memory is free for the others then."""
+        rows = FEWEST_DRAFTED if len(logits) <= FEWEST_DRAFTED else self.layout.rows  # few may be of another type
+        key = rows, logits.dtype
+        if key not in self._scores:
+            self._scores[key] = logits.new_empty(rows, logits.shape[1])
+        return self._scores[key][: len(logits)].copy_(logits)
 
     def _batch(self, there: Tensors, form: Form, kv_lens: tuple[int, ...]) -> ForwardBatch:
         """A captured step may read only the tensors: the host's lengths are those of the moment."""

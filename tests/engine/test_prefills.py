@@ -1,4 +1,4 @@
-"""Prompts on static buffers: what was captured for consecutive pages is not replayed over others."""
+"""Steps on static buffers: what is captured apart, and what they share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from engine_cases import GREEDY, prompt, request, run_checked
 from lagged_cases import WAYS, lagged_engine
 from torch import Tensor
 
-from minicpm_cli.engine.graphs import DeviceDraw, Work
+from minicpm_cli.engine.decode_inputs import DecodeLayout
+from minicpm_cli.engine.graphs import DecodeSteps, DeviceDraw, Form, Work
 from minicpm_cli.engine.penalties import Penalties
 from minicpm_cli.engine.plan import Chunk
 from minicpm_cli.engine.prefills import PrefillSteps
@@ -48,6 +49,28 @@ def test_consecutive_pages_are_captured_apart() -> None:
         steps.launch(host, 16, "greedy")
     assert len(captured) == 2
     assert ran == [(flag, flag) for flag in (True, True, False, False, True, False)]
+
+
+def test_the_scores_of_captured_steps_are_left_in_one_place() -> None:
+    """Those of each would stay in its graph's memory: 8 rows are of another type, as a model's are."""
+
+    def run(batch: ForwardBatch) -> Tensor:
+        count = len(batch.ids)
+        return torch.full((count, VOCAB), float(count), dtype=torch.float32 if count <= 8 else torch.bfloat16)
+
+    captured = list[Tensor]()
+    steps = DecodeSteps(
+        DecodeLayout(64, 10), PAGE, CPU, run, DeviceDraw(None, Penalties(VOCAB, CPU, 64)), lambda work: work
+    )
+    for rows in (2, 8, 16, 64):
+        form = Form(rows, "hosted")
+        steps._capture_step(lambda work: work, form)
+        steps._step(form)
+        assert steps.logits[form].tolist() == [[float(rows)] * VOCAB] * rows
+        captured.append(steps.logits[form])
+    assert [scores.dtype for scores in captured] == [torch.float32] * 2 + [torch.bfloat16] * 2
+    few, few_more, many, most = (scores.untyped_storage().data_ptr() for scores in captured)
+    assert few == few_more != many == most
 
 
 @pytest.mark.parametrize("place", [7, 9])
