@@ -1,4 +1,4 @@
-"""Measures the README's quality table: the demo by each recipe, and by auto-gptq's solver on the same tokens.
+"""Measures the README's quality table: the demo by each recipe, with each cache, and by auto-gptq on the same tokens.
 
 Run by hand, an hour on two quiet cores: `python tests/project/quality_table.py`, then
 `python tests/project/readme.py`. Rows are added to .bench/quality.jsonl as they are measured; the last of each counts.
@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -88,9 +89,13 @@ class Table:
         row = self._evaluated(out).quantized(recipe.scheme.name, AUTO_GPTQ, FOUR, seconds)
         return replace(row, bytes=None, bits_per_weight=None)
 
-    def _evaluated(self, folder: Path, *, compared: bool = True) -> QualityRow:
+    def cached(self, kind: str) -> QualityRow:
+        """With keys and values in 8 bits."""
+        return self._evaluated(self.plain, "--kv-dtype", kind)
+
+    def _evaluated(self, folder: Path, *more: str, compared: bool = True) -> QualityRow:
         against = ["--against", self.plain] if compared else []
-        flags = ["--dtype", "fp32", "--device", "cpu", "--json"]
+        flags = ["--dtype", "fp32", "--device", "cpu", "--json", *more]
         row = QualityRow.from_json(minicpm("eval", folder, *against, *flags))
         return replace(row, setting=replace(row.setting, model="demo"), against="demo" if compared else None)
 
@@ -112,6 +117,7 @@ def minicpm(*arguments: object) -> str:
 def jobs(table: Table) -> dict[str, Callable[[], QualityRow]]:
     """What is measured, by name."""
     found: dict[str, Callable[[], QualityRow]] = {"original": table.original}
+    found |= {f"cache: {kind}": partial(table.cached, kind) for kind in ("fp8", "int8")}
     for recipe in RECIPES:
         name = f"{method_of(recipe)}: {recipe.scheme.name}"
         found[name] = lambda recipe=recipe: table.ours(recipe, str(table.text))  # type: ignore[misc]
