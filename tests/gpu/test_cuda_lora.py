@@ -24,7 +24,9 @@ TARGETS = {
     "minicpm-moe-8x2b": ("v_proj", "w1", "w2", "gate"),
 }
 IDS = list(range(5, 60))
-USUAL, FP8 = 0.05, 0.12  # of bf16 beside float32; fp8 rounds activations to three mantissa bits in every layer
+# Of bf16 beside float32. fp8 rounds activations to three mantissa bits in every layer: done on a CPU, that alone gives
+# 0.08, and 0.13 where routers then choose other experts (0.137 on an H200).
+USUAL, FP8, ROUTED_FP8 = 0.05, 0.12, 0.2
 
 
 def written(folder: Path, family: str, kind: str) -> tuple[Path, Path]:
@@ -45,6 +47,12 @@ def error(quick: torch.Tensor, exact: torch.Tensor, family: str) -> float:  # [T
     return float(((quick - exact).norm(dim=-1) / exact.norm(dim=-1)).median())
 
 
+def bound(family: str, kind: str) -> float:
+    if kind != "fp8":
+        return USUAL
+    return ROUTED_FP8 if family == "minicpm-moe-8x2b" else FP8
+
+
 @pytest.mark.parametrize("kind", ["plain", "gptq", "gptq-order", "nf4", "fp8", "Q4_0"])
 @pytest.mark.parametrize("family", TARGETS)
 def test_logits_are_the_cpu_s(tmp_path: Path, family: str, kind: str) -> None:
@@ -52,7 +60,7 @@ def test_logits_are_the_cpu_s(tmp_path: Path, family: str, kind: str) -> None:
     found = Checkpoint.read(path).with_options(LoadOptions(lora=str(adapter)))
     exact = all_logits(found.decoder(torch.device("cpu"), torch.float32), IDS)
     quick = all_logits(found.decoder(torch.device("cuda"), torch.bfloat16), IDS, [40, 1, 1, 13])
-    assert error(quick.cpu(), exact, family) < (FP8 if kind == "fp8" else USUAL)
+    assert error(quick.cpu(), exact, family) < bound(family, kind)
 
 
 @pytest.mark.parametrize("kind", ["plain", "gptq", "nf4"])
