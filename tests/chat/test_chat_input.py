@@ -92,6 +92,16 @@ def test_the_line_below_the_prompt(run: Start, tmp_path: Path) -> None:
     assert "4,096" not in child.logfile_read.text
 
 
+def test_wide_characters_are_erased_whole(run: Start) -> None:
+    """The window ends behind the third of them."""
+    child = run("--plain", "-q", columns=8)
+    child.send("你好世界")
+    assert until(child, "界") == ["> 你好世", "  界"]
+    child.send("\x7f\x7f!")
+    assert until(child, "!") == ["> 你好!"]
+    assert child.logfile_read.cursor == (7, 0)
+
+
 def test_tab_completes_what_a_command_takes(run: Start, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("inside")
     child = run("--plain")

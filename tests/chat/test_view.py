@@ -241,6 +241,13 @@ def test_lists_keep_their_shape() -> None:
     ]
 
 
+@pytest.mark.parametrize("pieces", [1, 99])
+def test_wide_characters_take_two_columns(pieces: int) -> None:
+    """So rows end where a list says, before none of the marks that never begin one, and none is halved."""
+    shown = Shown(Emulator(24, 12)).feed("- 你好世界你好，世界。\n\n한국어 한국어 x", pieces).end()
+    assert shown.split("\n") == [" • 你好世界", "   你好，世", "   界。", "", "한국어", "한국어 x"]
+
+
 @pytest.mark.parametrize(
     ("fence", "shown"),
     [
