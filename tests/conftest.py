@@ -16,6 +16,10 @@ def pytest_configure() -> None:
     """No test reaches a model hub, whatever the machine's settings; the fake hub's tests lift it for themselves."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+    if (
+        "PYTEST_XDIST_WORKER" in os.environ
+    ):  # workers with a thread a core each make each other's barriers spin for seconds
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
     import torch
 
     if not torch.cuda.is_available():  # before anything imports triton, which reads it once
