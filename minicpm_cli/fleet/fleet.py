@@ -15,7 +15,7 @@ from queue import Empty, SimpleQueue
 
 from minicpm_cli.errors import DeviceError, MinicpmError
 from minicpm_cli.fleet.link import Link
-from minicpm_cli.fleet.messages import Ask, Begun, Failed, Finished, FromWorker, Ready, Recall, Returned, Stop
+from minicpm_cli.fleet.messages import Ask, Begun, Failed, Finished, FromWorker, Ready, Recall, Returned, Stop, Unsent
 from minicpm_cli.llm.info import LLMInfo, Speculated, Totals
 from minicpm_cli.llm.prompter import Prompter
 from minicpm_cli.types import Event, Request, SamplingParams
@@ -44,6 +44,16 @@ class _Worker:
     @property
     def room(self) -> int:
         return self.seats + max(self.seats // _AHEAD, 2) - len(self.open) if self.seats else 0
+
+    @property
+    def free(self) -> int:
+        """Seats that nobody has."""
+        return max(self.seats - len(self.open), 0)
+
+    @property
+    def rank(self) -> tuple[int, int, int]:
+        """The highest of all workers is where a request is begun first. One that still loads is better than none."""
+        return self.alive + (self.seats > 0), self.free, self.room
 
     @property
     def waiting(self) -> int:
@@ -85,16 +95,20 @@ class Fleet:
     def _load(self) -> None:
         """Until one worker has its model: others join when they have theirs. Raises what the last of them met."""
         error: Exception = DeviceError("all workers ended while they loaded the model.")
+        lost: list[Exception] = []
         while all(worker.info is None for worker in self._workers):
             number, message = self._inbox.get()
             if isinstance(message, Ready):
                 self._workers[number].info = message.info
             elif isinstance(message, Failed):
                 error = message.error
+                lost.append(error)
             elif message is None:
                 self._workers[number].alive = False
                 if not any(worker.alive for worker in self._workers):
                     raise error
+        for met in lost:
+            self._notify(f"a worker failed: {met}")
 
     def gather(self) -> int:
         """Waits until every worker has its model, or is gone; how many have it. Not while a stream runs."""
@@ -112,6 +126,7 @@ class Fleet:
             max_seqs=sum(info.max_seqs for info in known),
             weight_bytes=sum(info.weight_bytes for info in known),
             cache_bytes=sum(info.cache_bytes for info in known),
+            context=min(info.context for info in known),
             cache_tokens=sum(info.cache_tokens for info in known),
             load_seconds=max(info.load_seconds for info in known),
         )
@@ -153,6 +168,7 @@ class Fleet:
             worker.link.join()
 
     def stream(self, requests: Iterable[Request | None]) -> Generator[Event]:
+        self._check_alive()
         self._epoch += 1
         source, more = iter(requests), True
         try:
@@ -188,7 +204,7 @@ class Fleet:
         Else the last rows of a file would wait here for seats that are free there: 1,024 on two GPUs of 256 seats took
         6 % longer.
         """
-        free = sum(max(worker.seats - len(worker.open), 0) - len(worker.recalled) for worker in self._workers)
+        free = sum(worker.free - len(worker.recalled) for worker in self._workers)
         for worker in self._workers:
             if (count := min(worker.waiting, free)) > 0:
                 ids = [ident for ident in reversed(worker.open) if ident not in worker.recalled][:count]
@@ -202,23 +218,27 @@ class Fleet:
         worker.link.send(Ask(self._epoch, request))
 
     def _place(self, request: Request) -> int:
-        """The worker that knows the beginning, unless another has far more room."""
-        rooms, free = self._rooms(), self._emptiest()
+        """The worker that knows the beginning, unless another has far more room, or a seat where that one has none."""
+        best = self._emptiest()
         beginning = hash(tuple((request.ids or ())[:_BEGINNING]))
-        known = self._places.pop(beginning, free)
-        if rooms[known] <= 0 or rooms[free] > 2 * rooms[known]:
-            known = free
+        known = self._places.pop(beginning, best)
+        here, there = self._workers[known], self._workers[best]
+        if here.room <= 0 or there.room > 2 * here.room or here.free == 0 < there.free:
+            known = best
         self._places[beginning] = known
         if len(self._places) > _BEGINNINGS:
             self._places.popitem(last=False)
         return known
 
     def _emptiest(self) -> int:
-        rooms = self._rooms()
-        return rooms.index(max(rooms))
+        ranks = [worker.rank for worker in self._workers]
+        return ranks.index(max(ranks))
 
-    def _rooms(self) -> list[int]:
-        return [worker.room if worker.alive else -(10**9) for worker in self._workers]
+    def _check_alive(self) -> int:
+        """How many are."""
+        if not (alive := sum(worker.alive for worker in self._workers)):
+            raise DeviceError("all workers have ended. What they had finished is kept; run the same command again.")
+        return alive
 
     def _told(self) -> Iterator[Event]:
         """What the workers said, after a short wait."""
@@ -241,21 +261,25 @@ class Fleet:
         elif isinstance(message, Returned):
             if message.epoch == self._epoch and (request := worker.end(message.id)) is not None:
                 self._hand(request, self._emptiest())
+        elif isinstance(message, Unsent):
+            if message.epoch == self._epoch and worker.end(message.id) is not None:
+                yield Event(message.id, finish="error", error=message.error)
         elif isinstance(message, Ready):
             worker.info = message.info
         elif isinstance(message, Failed):
             self._notify(f"a worker failed: {message.error}")
-        elif message is None and worker.alive:
+            yield from self._lost(number)
+        elif message is None:
             yield from self._lost(number)
 
     def _lost(self, number: int) -> Iterator[Event]:
         """Its requests go to the others, each of them until it has seen too many die."""
         worker = self._workers[number]
-        worker.alive = False
-        left = worker.drop()
-        alive = sum(other.alive for other in self._workers)
-        if not alive:
-            raise DeviceError("all workers have ended. What they had finished is kept; run the same command again.")
+        if not worker.alive:
+            return
+        worker.alive, left = False, worker.drop()
+        worker.link.close()
+        alive = self._check_alive()
         self._notify(f"a worker has ended; its {len(left)} requests go to the other {alive}")
         for request in left:
             self._tries[request.id] = self._tries.get(request.id, 0) + 1

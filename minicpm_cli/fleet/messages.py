@@ -85,5 +85,14 @@ class Failed:
     error: Exception
 
 
+@dataclass(frozen=True, slots=True)
+class Unsent:
+    """From the way to a worker: it has not got this request."""
+
+    epoch: int
+    id: str
+    error: Exception
+
+
 ToWorker = Ask | Recall | Stop
-FromWorker = Ready | Begun | Finished | Returned | Failed
+FromWorker = Ready | Begun | Finished | Returned | Failed | Unsent

@@ -6,6 +6,7 @@ What Ray does well is left to it: finding a place, starting a process there, not
 from __future__ import annotations
 
 import logging
+import socket
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -14,6 +15,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from minicpm_cli.errors import DeviceError, UsageError
+from minicpm_cli.fleet.link import pickled, shut
 from minicpm_cli.fleet.messages import FromWorker, Order, ToWorker
 from minicpm_cli.fleet.worker import work
 from minicpm_cli.settings import variables
@@ -32,7 +34,7 @@ class Hosted:
 
     def _work(self, order: Order, theirs: Any) -> None:
         work(theirs)
-        theirs.close()
+        shut(theirs, socket.SHUT_RDWR)  # a thread of it still reads from there, and would keep a closed one open
 
     def tell(self, message: ToWorker) -> None:
         self._ours.send(message)
@@ -57,8 +59,8 @@ class RayLink:
         self._closed = False
 
     def begin(self, told: Callable[[FromWorker | None], None]) -> None:
-        for work_of in (self._send, lambda: self._hear(told)):
-            threading.Thread(target=work_of, name="fleet-ray", daemon=True).start()
+        for work_of in (self._send, self._hear):
+            threading.Thread(target=work_of, args=(told,), name="fleet-ray", daemon=True).start()
 
     def send(self, message: ToWorker) -> None:
         self._out.put(message)
@@ -76,10 +78,11 @@ class RayLink:
         """As a node that goes down does; for tests."""
         self._ray.kill(self._actor)
 
-    def _send(self) -> None:
+    def _send(self, told: Callable[[FromWorker | None], None]) -> None:
         with suppress(Exception):  # whoever hears tells that the actor is gone
             while (message := self._out.get()) is not None:
-                self._ray.get(self._actor.tell.remote(message))
+                if pickled(message, told) is not None:
+                    self._ray.get(self._actor.tell.remote(message))
 
     def _hear(self, told: Callable[[FromWorker | None], None]) -> None:
         with suppress(Exception):  # Ray's many errors of a dead actor mean the same here

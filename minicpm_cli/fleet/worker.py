@@ -1,4 +1,4 @@
-"""A worker: one engine in a process of its own, asked through a connection. `python -m minicpm_cli.fleet.worker FD`.
+"""A worker: one engine in a process of its own, asked through a connection.
 
 It ends when the other side is gone. A Ctrl-C is the other side's business.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import pickle
 import signal
-import sys
 import threading
 from collections import deque
 from collections.abc import Iterator
@@ -71,7 +70,7 @@ class Inbox:
         while True:
             try:
                 message = self._connection.recv()
-            except (EOFError, OSError):
+            except Exception:  # noqa: BLE001 - whatever cannot be read is the end, as when the other side is gone
                 message = None
             with self._changed:
                 if isinstance(message, Ask):
@@ -97,9 +96,8 @@ class Inbox:
                 self._outbox.send(Returned(recall.epoch, ident))
 
 
-def serve(llm: Model, connection: Connection) -> None:
+def serve(llm: Model, connection: Connection, outbox: Outbox) -> None:
     """Until the other side is gone."""
-    outbox = Outbox(connection)
     inbox = Inbox(connection, llm, outbox)
     outbox.send(Ready(llm.info))
     while inbox.wait():
@@ -165,6 +163,7 @@ def sendable(event: Event) -> Event:
 
 def work(connection: Connection) -> None:
     """A worker's whole life. The first thing it is told is its order."""
+    outbox = Outbox(connection)
     try:
         order: Order = connection.recv()
         if not order.files.path.exists():
@@ -175,14 +174,15 @@ def work(connection: Connection) -> None:
 
         llm = LLM.open(order.options, order.files, threads=order.threads, cache=order.cache)
         with closing(llm):
-            serve(llm, connection)
+            serve(llm, connection, outbox)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         pass
     except Exception as error:  # noqa: BLE001 - told to whoever can say it
         with suppress(OSError):
-            connection.send(Failed(error if isinstance(error, MinicpmError) else MinicpmError(repr(error))))
+            outbox.send(Failed(error if isinstance(error, MinicpmError) else MinicpmError(repr(error))))
 
 
-if __name__ == "__main__":
+def main(number: int) -> None:
+    """The process of a `ProcessLink`, whose connection has this file descriptor."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    work(Connection(int(sys.argv[1])))
+    work(Connection(number))

@@ -16,7 +16,7 @@ from minicpm_cli.errors import ContextOverflow, DeviceError, MinicpmError, Reque
 from minicpm_cli.fleet.fleet import Fleet
 from minicpm_cli.fleet.link import ConnectionLink
 from minicpm_cli.fleet.messages import Recall
-from minicpm_cli.fleet.worker import sendable, serve
+from minicpm_cli.fleet.worker import Outbox, sendable, serve
 from minicpm_cli.types import Event, Message, Request, SamplingParams
 
 
@@ -46,7 +46,7 @@ class Workers:
 
     def _serve(self, llm: FakeLLM, connection: Connection) -> None:
         try:
-            serve(llm, connection)
+            serve(llm, connection, Outbox(connection))
         except OSError:
             pass
         finally:

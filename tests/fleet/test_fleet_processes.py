@@ -110,6 +110,35 @@ def test_what_a_worker_meets_while_it_loads_is_told(order: Order, tmp_path: Path
         Fleet(prompter, [ProcessLink(order)], print)
 
 
+def test_a_process_is_none_of_the_folder_it_begins_in(
+    order: Order, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor of the terminal: a Ctrl-C before its first line is not its business, and what it prints is no answer."""
+    for name in ("random", "queue", "torch", "minicpm_cli"):
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError('not this one')")
+    monkeypatch.chdir(tmp_path)
+    link = ProcessLink(order)
+    os.kill(link.pid, signal.SIGINT)
+    with closing(Fleet(Prompter.open(order.options, order.files), [link])) as fleet:
+        assert fleet.gather() == 1
+        assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+        os.kill(link.pid, signal.SIGINT)
+        if Path("/proc/self").exists():
+            assert os.readlink(f"/proc/{link.pid}/fd/1") == os.devnull
+        texts(fleet.stream([fleet.encoded(request) for request in asked()[:1]]))
+
+
+def test_one_that_still_loads_is_not_waited_for(order: Order) -> None:
+    link, told = ProcessLink(order), list[FromWorker | None]()
+    os.kill(link.pid, signal.SIGSTOP)  # so that it takes its time
+    link.begin(told.append)
+    begun = time.monotonic()
+    link.close()
+    link.join()
+    assert time.monotonic() - begun < 5.0
+    assert link._process.returncode == -signal.SIGKILL
+
+
 @pytest.mark.parametrize(
     ("options", "given", "said"),
     [

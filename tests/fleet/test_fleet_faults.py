@@ -1,0 +1,226 @@
+"""What goes wrong between a fleet and its workers: none of it may end in silence, or take more than its own request."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from dataclasses import replace
+from multiprocessing.connection import Connection, Pipe
+from typing import Any
+
+import pytest
+from fleet_model import Engine, Member, Prompter
+
+from fakes import FakeLLM
+from minicpm_cli.errors import DeviceError, MinicpmError
+from minicpm_cli.fleet import ray_link
+from minicpm_cli.fleet.fleet import Fleet
+from minicpm_cli.fleet.link import ConnectionLink
+from minicpm_cli.fleet.messages import Ask, Failed, Finished, Ready
+from minicpm_cli.fleet.worker import Inbox, Outbox
+from minicpm_cli.llm.info import LLMInfo, Totals
+from minicpm_cli.types import Event, Message, Request, SamplingParams
+
+
+def asked(count: int, words: int = 1) -> list[Request]:
+    return [Request(str(n), (Message("user", " ".join([str(n)] * words)),), ids=[n]) for n in range(count)]
+
+
+def engine(seats: int = 2, step: float = 0.0) -> Engine:
+    return Engine(random.Random(1), seats, step)
+
+
+def fleet_of(*links: Any, said: list[str] | None = None) -> Fleet:
+    return Fleet(Prompter(), links, (said if said is not None else []).append)  # type: ignore[arg-type]
+
+
+class Scripted(ConnectionLink):
+    """A worker of a few lines: `script` gets its end of the connection."""
+
+    def __init__(self, script: Any) -> None:
+        ours, self._theirs = Pipe()
+        super().__init__(ours)
+        self.thread = threading.Thread(target=self._work, args=(script,), daemon=True)
+        self.thread.start()
+
+    def _work(self, script: Any) -> None:
+        with suppress(EOFError, OSError):
+            script(self._theirs)
+        self._theirs.close()
+
+
+def ready(seats: int = 2, **more: Any) -> Ready:
+    return Ready(LLMInfo("fake", **{"context": 64, "max_seqs": seats, **more}))
+
+
+def ends(events: Iterator[Event]) -> dict[str, str]:
+    found = dict[str, str]()
+    for event in events:
+        if event.finish is not None:
+            assert event.id not in found
+            found[event.id] = event.finish
+    return found
+
+
+def test_a_worker_of_many_seats_does_not_take_back_what_it_gave() -> None:
+    """What waits at it always has more room there than at one of few seats."""
+    big, small = Member(engine(32, 0.01)), Member(engine(2, 0.01))
+    with closing(fleet_of(big.link, small.link)) as fleet:
+        assert fleet.gather() == 2
+        requests = [*asked(34, 60), *asked(36, 1)[34:]]
+        assert len(ends(fleet.stream([replace(request, ids=[0]) for request in requests]))) == 36
+    assert 1 <= big.recalled + small.recalled <= 36
+    assert big.engine.totals.generated_tokens < 36
+
+
+def test_a_worker_that_says_it_failed_need_not_end_before_others_take_over() -> None:
+    def script(end: Connection) -> None:
+        end.send(ready())
+        end.recv()
+        end.send(Failed(MinicpmError("a broken GPU")))
+        while True:
+            end.recv()  # until the fleet hangs up
+
+    said, other = list[str](), Member(engine(step=0.01))
+    with closing(fleet_of(Scripted(script), other.link, said=said)) as fleet:
+        fleet.gather()
+        begun = time.monotonic()
+        assert len(ends(fleet.stream(asked(8)))) == 8
+        assert time.monotonic() - begun < 4
+    assert "a broken GPU" in said[0]
+    assert len(said) == 2, "it is gone once"
+
+
+def test_what_cannot_be_read_of_a_worker_is_its_end() -> None:
+    def script(end: Connection) -> None:
+        end.send(ready())
+        end.recv()
+        end.send_bytes(b"no pickle")
+        end.recv()  # until the fleet hangs up
+
+    said, other = list[str](), Member(engine(step=0.01))
+    broken = Scripted(script)
+    with closing(fleet_of(broken, other.link, said=said)) as fleet:
+        fleet.gather()
+        assert len(ends(fleet.stream(asked(8)))) == 8
+    assert "cannot be read" in said[0]
+
+
+def test_a_worker_that_cannot_read_what_it_is_told_ends() -> None:
+    ours, theirs = Pipe()
+    inbox = Inbox(theirs, FakeLLM(), Outbox(theirs))
+    ours.send_bytes(b"no pickle")
+    assert inbox.wait() is False
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_request_that_cannot_be_sent_fails_alone() -> None:
+    deep: Any = "bottom"
+    for _ in range(3000):
+        deep = (deep,)
+    requests = asked(6)
+    requests[2] = replace(requests[2], params=SamplingParams(stop=deep))
+    member = Member(engine())
+    with closing(fleet_of(member.link)) as fleet:
+        found = ends(fleet.stream(requests))
+        assert found == {str(n): "error" if n == 2 else "stop" for n in range(6)}
+        assert ends(fleet.stream(asked(1))) == {"0": "stop"}
+
+
+def test_when_all_have_died_the_next_stream_says_so_too() -> None:
+    member = Member(engine(step=0.05))
+    with closing(fleet_of(member.link)) as fleet:
+        events = fleet.stream(asked(4, 20))
+        next(events)
+        member.kill()
+        with pytest.raises(DeviceError, match="all workers have ended"):
+            list(events)
+        with pytest.raises(DeviceError, match="all workers have ended"):
+            list(fleet.stream(asked(1)))
+
+
+def test_one_that_fails_while_it_loads_is_told_though_another_has_its_model() -> None:
+    def script(end: Connection) -> None:
+        end.send(Failed(MinicpmError("no memory")))
+
+    said, broken = list[str](), Scripted(script)
+    broken.thread.join()
+    late = Member(engine(), late=0.1)
+    with closing(fleet_of(broken, late.link, said=said)) as fleet:
+        assert said == ["a worker failed: no memory"]
+        assert len(ends(fleet.stream(asked(4)))) == 4
+
+
+def test_what_a_dead_worker_leaves_goes_to_none_that_still_loads() -> None:
+    """It would wait there until that one has its model, which may take minutes."""
+    asked_of_late = list[object]()
+
+    def script(end: Connection) -> None:
+        asked_of_late.append(end.recv())
+
+    first, second, late = Member(engine(step=0.01)), Member(engine(step=0.01)), Scripted(script)
+    with closing(fleet_of(first.link, second.link, late)) as fleet:
+        while sum(worker.info is not None for worker in fleet._workers) < 2:
+            list(fleet._told())
+        events = fleet.stream(asked(12, 5))
+        next(events)
+        first.kill()
+        assert len(ends(events)) == 12
+        assert not asked_of_late
+
+
+def test_one_that_still_loads_is_better_than_none() -> None:
+    first, late = Member(engine(step=0.05)), Member(engine(), late=0.5)
+    with closing(fleet_of(first.link, late.link)) as fleet:
+        events = fleet.stream(asked(4, 5))
+        next(events)
+        first.kill()
+        assert len(ends(events)) == 4
+
+
+def test_a_request_that_kills_whoever_takes_it_is_given_up_and_the_others_are_answered() -> None:
+    def script(end: Connection) -> None:
+        end.send(ready())
+        while not isinstance(message := end.recv(), Ask) or message.request.id != "3":
+            if isinstance(message, Ask):
+                done = Event(message.request.id, finish="stop")
+                end.send(Finished(message.epoch, message.request.id, (done,), Totals(), None))
+
+    said, links = list[str](), [Scripted(script) for _ in range(4)]
+    with closing(fleet_of(*links, said=said)) as fleet:
+        fleet.gather()
+        found = ends(fleet.stream(asked(12)))
+    assert found.keys() == {str(n) for n in range(12)}
+    assert found["3"] == "error"
+    assert len(said) == 3
+    assert list(found.values()).count("stop") >= 6, "those beside it may share its fate"
+
+
+def test_the_context_is_what_every_worker_has() -> None:
+    def script(context: int) -> Any:
+        return lambda end: (end.send(ready(context=context)), end.poll(5))
+
+    with closing(fleet_of(*map(Scripted, (script(64), script(32))))) as fleet:
+        fleet.gather()
+        assert fleet.info.context == 32
+
+
+def test_an_actor_whose_worker_has_ended_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though a thread of that worker still reads from the connection, as the inbox of one that failed does."""
+
+    def work(connection: Connection) -> None:
+        threading.Thread(target=connection.poll, args=(20,), daemon=True).start()
+        connection.recv()
+        time.sleep(0.1)
+        connection.send(Failed(MinicpmError("broken")))
+
+    monkeypatch.setattr(ray_link, "work", work)
+    hosted = ray_link.Hosted(None)  # type: ignore[arg-type]
+    heard = hosted.hear() or []
+    while (more := hosted.hear()) is not None:
+        assert more != [], "nothing came within a second"
+        heard += more
+    assert [str(message.error) for message in heard] == ["broken"]  # type: ignore[union-attr]

@@ -1,0 +1,44 @@
+"""Fleets at random: whoever is slow, late, recalled or killed, each request has one answer, and it is its own."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+
+import pytest
+from fleet_model import Run
+
+
+def test_each_request_has_one_answer_whatever_befalls_the_workers() -> None:
+    runs = [Run(seed) for seed in range(30)]
+    for run in runs:
+        run.go()
+    assert sum(run.told for run in runs) > 250
+    assert sum(run.recalled for run in runs) > 25
+    assert sum(run.died for run in runs) > 10
+
+
+def test_nothing_is_left_of_fleets_that_were_closed() -> None:
+    Run(1000).go()
+    before = _left()
+    for seed in range(1001, 1006):
+        Run(seed).go()
+    threads, files = _left()
+    assert threads <= before[0]
+    assert files <= before[1]
+
+
+def _left() -> tuple[int, int]:
+    """Threads of fleets, and open files where the system says which."""
+    gc.collect()  # a model of a worker knows itself
+    folder = "/proc/self/fd"
+    threads = [thread for thread in threading.enumerate() if thread.name.startswith("fleet")]
+    return len(threads), len(os.listdir(folder)) if os.path.isdir(folder) else 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_each_request_has_one_answer_for_minutes() -> None:
+    for seed in range(10_000, 13_000):
+        Run(seed).go()
