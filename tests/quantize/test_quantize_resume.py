@@ -139,11 +139,17 @@ def test_work_that_is_not_wanted_can_be_dropped(source: Path, tmp_path: Path) ->
     assert report.resumed == 0
 
 
-def test_what_was_done_is_told(source: Path, tmp_path: Path) -> None:
-    target = tmp_path / "out"
+def test_what_was_done_is_told_and_not_done_again(source: Path, tmp_path: Path) -> None:
+    target, worked_at = tmp_path / "out", set()
+
+    def listen(phase: str, done: int, total: int, detail: str) -> None:
+        if phase == "quantizing" and detail:
+            worked_at.add(done)
+
     stopped_after_a_block(source, target)
-    report = quantize(small(source, target), silent)
+    report = quantize(small(source, target), listen)
     assert report.resumed == 1
+    assert worked_at == {1}
     assert ("time", f"{report.seconds:.1f} s, 1 blocks were done before") in report.rows()
     assert len(report.layers) == 14
 
@@ -249,3 +255,26 @@ def test_config_comes_last(source: Path, tmp_path: Path, monkeypatch: pytest.Mon
     assert moved[-1] == "config.json"
     assert "model.safetensors" in moved[:-1]
     assert folder.SUFFIX == ".partial"
+
+
+def test_what_gets_its_name_is_on_the_disk(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A power cut leaves no file that has its name and lacks its bytes."""
+    synced: dict[int, int] = {}  # inode -> bytes
+    fsync, replaces = os.fsync, os.replace
+    renamed: list[str] = []
+
+    def sync(descriptor: int) -> None:
+        state = os.fstat(descriptor)
+        synced[state.st_ino] = state.st_size
+        fsync(descriptor)
+
+    def rename(a: Any, b: Any) -> None:
+        state = os.stat(a)
+        assert synced.get(state.st_ino) == state.st_size, f"{b} was not on the disk"
+        renamed.append(Path(b).name)
+        replaces(a, b)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr(os, "replace", rename)
+    quantize(small(source, tmp_path / "out"), silent)
+    assert {"model.safetensors", "tokenizer.json", "config.json"} <= set(renamed)

@@ -108,6 +108,11 @@ def test_time_is_limited_in_any_thread() -> None:
     assert "more than 0.2 s" in errors[0]
 
 
+def test_steps_are_limited_however_quick_they_are() -> None:
+    with pytest.raises(TemplateError, match="takes more than 1000 steps"):
+        Sandbox(ENDLESS[1], "chat template", Limits(steps=1000, seconds=20)).render(MESSAGES)
+
+
 def test_a_run_does_not_use_up_the_budget_of_the_next() -> None:
     sandbox = Sandbox("{% for i in range(90) %}x{% endfor %}", "chat template", Limits(steps=400))
     assert {sandbox.render({}) for _ in range(10)} == {"x" * 90}
