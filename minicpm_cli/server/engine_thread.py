@@ -9,10 +9,16 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 
+from minicpm_cli.server.faults import FAILED, Refused
 from minicpm_cli.server.served import Served
 from minicpm_cli.types import Event, Request
 
 _FAILURES = 3  # of the loop itself, with no request finished between them, before the server gives up
+
+
+def too_late(ident: str, *, dead: bool) -> Event:
+    """What becomes of a request that an engine gets when it has ended."""
+    return Event(ident, finish="error", error=Refused(FAILED)) if dead else Event(ident, finish="cancelled")
 
 
 def _unheard(*what: object) -> None:
@@ -43,9 +49,14 @@ class EngineThread:
         self._thread.start()
 
     def put(self, requests: Sequence[Request]) -> None:
+        """One whose body or tokens took until after the end hears at once that it came too late."""
         with self._changed:
-            self._pending.extend(requests)
-            self._changed.notify_all()
+            if not (late := self._closed or self.dead):
+                self._pending.extend(requests)
+                self._changed.notify_all()
+        if late:
+            for request in requests:
+                self._tell(too_late(request.id, dead=self.dead))
 
     def cancel(self, ident: str) -> None:
         with self._changed:

@@ -16,6 +16,7 @@ from minicpm_cli.errors import MinicpmError
 from minicpm_cli.llm.info import LLMInfo, Occupancy, Totals
 from minicpm_cli.server.apart import Setup
 from minicpm_cli.server.app import Service
+from minicpm_cli.server.engine_thread import too_late
 from minicpm_cli.server.post import Begun, Cancel, Counts, Done, Ended, Post, Put, Say, Signal, Stop, received
 from minicpm_cli.server.served import Texts
 from minicpm_cli.server.serving import Serving, log_to_stderr
@@ -83,7 +84,13 @@ class Distant:
         idents = {request.id for request in requests}
         self._waiting |= idents
         self._open |= idents
-        self._post.put(Put(requests))
+        if not self._over.is_set():
+            self._post.put(Put(requests))
+            return
+        self._waiting -= idents
+        self._open -= idents
+        for ident in idents:
+            self._tell(too_late(ident, dead=self.dead))
 
     def cancel(self, ident: str) -> None:
         self._post.put(Cancel(ident))
@@ -102,9 +109,10 @@ class Distant:
             if not isinstance(error, EOFError | OSError):
                 traceback.print_exception(error, file=sys.stderr)
             self.dead = True
+            self._over.set()  # first: what is put from now on is nobody's here
+            self._waiting.clear()
             for ident in tuple(self._open):
                 self._tell(Event(ident, finish="error", error=MinicpmError(_GONE)))
-            self._over.set()
 
     def _heed(self, items: Iterator[Any]) -> None:
         for item in items:
