@@ -22,7 +22,7 @@ from minicpm_cli.types import Channel, Event, Request, Usage
 _ENCODE = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 _PLACE = "\ue000text\ue000"
 _DONE = b"data: [DONE]\n\n"
-_STREAM_HEADERS = (
+STREAM_HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # a proxy that collects would show nothing until the end
@@ -37,25 +37,20 @@ class Form:
     include_usage: bool = False
 
 
-class Answer(Response):
-    """`choices` are the requests in the order of their index; `answers_each` of them share one prompt.
+class Watched(Response):
+    """An answer that ends, and takes its requests along, when its client goes away.
 
     The status is known when the first event is: what the engine refuses is no stream with an error in it.
     """
 
     media_type = "application/json"
 
-    def __init__(self, engine: EngineLoop, inbox: Inbox, choices: Sequence[Request], each: int, shape: Shape) -> None:
+    def __init__(self, engine: EngineLoop, inbox: Inbox) -> None:
         super().__init__()
-        self._engine, self._inbox, self._shape, self._each = engine, inbox, shape, each
-        self._index = {request.id: i for i, request in enumerate(choices)}
-        self._around: dict[tuple[int, Channel], tuple[bytes, bytes]] = {}
-        self._outlet: Outlet | None = None
-        self.form = Form()
+        self._engine, self._inbox = engine, inbox
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._outlet = outlet_of(scope)
-        work = asyncio.create_task(self._stream(send) if self.form.stream else self._whole(send))
+        work = asyncio.create_task(self._send(scope, send))
         watch = asyncio.create_task(_gone(receive))
         try:
             await asyncio.wait((work, watch), return_when=asyncio.FIRST_COMPLETED)
@@ -67,6 +62,25 @@ class Answer(Response):
                 task.cancel()
                 with suppress(asyncio.CancelledError, OSError):
                     await task
+
+    async def _send(self, scope: Scope, send: Send) -> None:
+        raise NotImplementedError
+
+
+class Answer(Watched):
+    """`choices` are the requests in the order of their index; `each` of their prompts has so many of them."""
+
+    def __init__(self, engine: EngineLoop, inbox: Inbox, choices: Sequence[Request], each: int, shape: Shape) -> None:
+        super().__init__(engine, inbox)
+        self._shape, self._each = shape, each
+        self._index = {request.id: i for i, request in enumerate(choices)}
+        self._around: dict[tuple[int, Channel], tuple[bytes, bytes]] = {}
+        self._outlet: Outlet | None = None
+        self.form = Form()
+
+    async def _send(self, scope: Scope, send: Send) -> None:
+        self._outlet = outlet_of(scope)
+        await (self._stream(send) if self.form.stream else self._whole(send))
 
     # ---- in one piece ---------------------------------------------------------------------------------------------
 
@@ -81,12 +95,12 @@ class Answer(Response):
 
         while not self._inbox.over:
             for event in await self._inbox.take(add):
-                if (fault := _fault(event)) is not None:
-                    await _send_fault(send, fault)
+                if (fault := fault_in(event)) is not None:
+                    await send_fault(send, fault)
                     return
                 choices[self._index[event.id]].add(event)
         body = self._shape.whole(choices, self._usage([choice.usage or Usage(0, 0) for choice in choices]))
-        await _send_json(send, 200, body)
+        await send_json(send, 200, body)
 
     def _usage(self, usages: Sequence[Usage]) -> Json:
         return usage_of(usages[:: self._each], usages)
@@ -95,10 +109,10 @@ class Answer(Response):
 
     async def _stream(self, send: Send) -> None:
         events = await self._inbox.take()
-        if (fault := _fault(events[0])) is not None:
-            await _send_fault(send, fault)
+        if (fault := fault_in(events[0])) is not None:
+            await send_fault(send, fault)
             return
-        await send({"type": "http.response.start", "status": 200, "headers": list(_STREAM_HEADERS)})
+        await send({"type": "http.response.start", "status": 200, "headers": list(STREAM_HEADERS)})
         usages = [Usage(0, 0) for _ in self._index]
         begun = [chunk for i in range(len(self._index)) if (chunk := self._shape.begin(i)) is not None]
         before = list(map(self._frame, begun))
@@ -106,7 +120,7 @@ class Answer(Response):
             frames, failed = self._frames(events, usages)
             over = failed or self._inbox.over
             tail = self._tail(usages) if over and not failed else b""
-            await _send_part(send, b"".join([*before, *frames, tail]), more=not over)
+            await send_part(send, b"".join([*before, *frames, tail]), more=not over)
             if over:
                 return
             before = []
@@ -130,7 +144,7 @@ class Answer(Response):
         frames: list[bytes] = []
         for event in joined(events):
             index = self._index[event.id]
-            if (fault := _fault(event)) is not None:
+            if (fault := fault_in(event)) is not None:
                 return [*frames, _frame(fault.body)], True
             if is_plain(event):
                 frames.append(self._text(index, event))
@@ -146,15 +160,15 @@ class Answer(Response):
         around = self._around.get((index, event.channel))
         if around is None:
             whole = self._frame(self._shape.piece(index, replace(event, text=_PLACE)) or {})
-            before, _, after = whole.partition(_json(_PLACE))
+            before, _, after = whole.partition(json_bytes(_PLACE))
             around = self._around[index, event.channel] = (before, after)
-        return around[0] + _json(event.text) + around[1] if event.text else b""
+        return around[0] + json_bytes(event.text) + around[1] if event.text else b""
 
     def _frame(self, chunk: Json) -> bytes:
         return _frame({**chunk, "usage": None} if self.form.include_usage else chunk)
 
 
-def _fault(event: Event) -> Fault | None:
+def fault_in(event: Event) -> Fault | None:
     """Why there is no answer; requests whose clients are still there are cancelled only when the server is cut off."""
     if event.finish == "cancelled":
         return STOPPING
@@ -167,24 +181,24 @@ async def _gone(receive: Receive) -> None:
 
 
 def _frame(chunk: Any) -> bytes:
-    return b"data: " + _json(chunk) + b"\n\n"
+    return b"data: " + json_bytes(chunk) + b"\n\n"
 
 
-def _json(value: Any) -> bytes:
+def json_bytes(value: Any) -> bytes:
     return _ENCODE(value).encode("utf-8", "replace")
 
 
-async def _send_part(send: Send, body: bytes, *, more: bool = True) -> None:
+async def send_part(send: Send, body: bytes, *, more: bool = True) -> None:
     if body or not more:
         await send({"type": "http.response.body", "body": body, "more_body": more})
 
 
-async def _send_fault(send: Send, fault: Fault) -> None:
-    await _send_json(send, fault.status, fault.body, fault.headers)
+async def send_fault(send: Send, fault: Fault) -> None:
+    await send_json(send, fault.status, fault.body, fault.headers)
 
 
-async def _send_json(send: Send, status: int, body: Any, headers: Any = None) -> None:
-    raw = _json(body)
+async def send_json(send: Send, status: int, body: Any, headers: Any = None) -> None:
+    raw = json_bytes(body)
     lines = {"content-type": "application/json", "content-length": str(len(raw)), **(headers or {})}
     encoded = [(name.lower().encode(), value.encode()) for name, value in lines.items()]
     await send({"type": "http.response.start", "status": status, "headers": encoded})

@@ -9,30 +9,39 @@ from typing import Any
 
 from minicpm_cli.errors import ContextOverflow
 from minicpm_cli.server.faults import refused
-from minicpm_cli.server.schema import CallMade, ChatMessage, ChatRequest, CompletionRequest, ResponseFormat, Sampling
+from minicpm_cli.server.schema import (
+    CallMade,
+    ChatMessage,
+    ChatRequest,
+    CompletionRequest,
+    Drawn,
+    ResponseFormat,
+    Sampling,
+    TemplateOptions,
+)
 from minicpm_cli.text.tools import arguments_of, check_results, tool_choice_of, tools_of
 from minicpm_cli.types import Message, Request, Role, SamplingParams, ToolCall
 
 _PASSED = (
     *("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
-    *("stop", "regex", "max_tokens", "logit_bias", "ignore_eos"),
+    *("stop", "regex", "logit_bias", "ignore_eos"),
 )
 _COMPLETION_TOKENS = 16  # OpenAI's own, where a completion does not say how long it may be
-_ANY_OBJECT = '{"type": "object"}'
+ANY_OBJECT = '{"type": "object"}'
 _SEED_MASK = 2**64 - 1
 _NO_TEXT = ("assistant",)  # roles whose message may consist of calls alone
 
 
 def chat_params(asked: ChatRequest, defaults: SamplingParams) -> SamplingParams:
     """Raises Refused or RequestError."""
-    given = _shared(asked)
+    given = _numbered(asked)
     if asked.max_completion_tokens is not None:
         given["max_tokens"] = asked.max_completion_tokens
     if asked.top_logprobs and not asked.logprobs:
         raise refused(400, "top_logprobs needs logprobs: true", "invalid_value", "top_logprobs")
     if asked.logprobs:
         given["logprobs"] = asked.top_logprobs or 0
-    given["think"] = _thinks(asked)
+    given["think"] = thinks(asked.chat_template_kwargs, asked.reasoning_effort)
     given["think_budget"] = asked.think_budget
     given["schema"] = _schema(asked.response_format)
     return defaults.checked(given)
@@ -40,7 +49,7 @@ def chat_params(asked: ChatRequest, defaults: SamplingParams) -> SamplingParams:
 
 def completion_params(asked: CompletionRequest, defaults: SamplingParams) -> SamplingParams:
     """Raises Refused or RequestError."""
-    given = _shared(asked)
+    given = _numbered(asked)
     if asked.best_of is not None and asked.best_of != (asked.n or 1):
         raise refused(400, "best_of: only the value of n is supported", "invalid_value", "best_of")
     if asked.echo and asked.logprobs is not None:
@@ -51,21 +60,26 @@ def completion_params(asked: CompletionRequest, defaults: SamplingParams) -> Sam
     return defaults.checked(given)
 
 
-def _shared(asked: Sampling) -> dict[str, Any]:
+def _numbered(asked: Sampling) -> dict[str, Any]:
+    if asked.stream_options is not None and not asked.stream:
+        raise refused(400, "stream_options needs stream: true", "invalid_value", "stream_options")
+    return shared(asked) | ({} if asked.max_tokens is None else {"max_tokens": asked.max_tokens})
+
+
+def shared(asked: Drawn) -> dict[str, Any]:
+    """The sampling values that every call may bring."""
     given = {name: value for name in _PASSED if (value := getattr(asked, name)) is not None}
     if asked.top_k is not None:
         given["top_k"] = max(0, asked.top_k)  # -1 turns it off, too
     if asked.seed is not None:
         given["seed"] = asked.seed & _SEED_MASK
-    if asked.stream_options is not None and not asked.stream:
-        raise refused(400, "stream_options needs stream: true", "invalid_value", "stream_options")
     return given
 
 
-def _thinks(asked: ChatRequest) -> bool | None:
-    if asked.chat_template_kwargs is not None and asked.chat_template_kwargs.enable_thinking is not None:
-        return asked.chat_template_kwargs.enable_thinking
-    return False if asked.reasoning_effort == "none" else None
+def thinks(options: TemplateOptions | None, effort: str | None) -> bool | None:
+    if options is not None and options.enable_thinking is not None:
+        return options.enable_thinking
+    return False if effort == "none" else None
 
 
 def _schema(form: ResponseFormat | None) -> str | None:
@@ -73,7 +87,7 @@ def _schema(form: ResponseFormat | None) -> str | None:
     if form is None or form.type == "text":
         return None
     if form.type == "json_object":
-        return _ANY_OBJECT
+        return ANY_OBJECT
     if form.json_schema is None or form.json_schema.schema_ is None:
         where = "response_format.json_schema"
         raise refused(400, f"{where}.schema is missing", "missing_parameter", where)

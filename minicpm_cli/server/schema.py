@@ -26,7 +26,7 @@ MAX_CHOICES, MAX_BIASES = 128, 1024
 Token = Annotated[str, Field(pattern="^[0-9]{1,9}$")]  # its id; names of members are texts in JSON
 Bias = Annotated[float, Field(ge=-MOST_BIAS, le=MOST_BIAS)]
 _SEED = 2**63 - 1
-_COUNT = 2**31 - 1
+COUNT = 2**31 - 1
 
 
 class Strict(BaseModel):
@@ -91,14 +91,13 @@ class TemplateOptions(Strict):
     enable_thinking: bool | None = None
 
 
-class Sampling(Strict):
-    """The fields that both calls share."""
+class Drawn(Strict):
+    """The fields that all calls share."""
 
     model: Text | None = None
-    max_tokens: Annotated[int, Field(ge=1, le=_COUNT)] | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, le=_COUNT)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=COUNT)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
@@ -109,9 +108,7 @@ class Sampling(Strict):
         | Annotated[list[Annotated[Text, Field(min_length=1)]], Field(max_length=64)]
         | None
     ) = None
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
     regex: Text | None = None
     logit_bias: Annotated[dict[Token, Bias], Field(max_length=MAX_BIASES)] | None = None
     ignore_eos: bool | None = None
@@ -125,6 +122,14 @@ class Sampling(Strict):
     prompt_cache_retention: Text | None = None
 
 
+class Sampling(Drawn):
+    """And those of chat and completions."""
+
+    max_tokens: Annotated[int, Field(ge=1, le=COUNT)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    stream_options: StreamOptions | None = None
+
+
 class ChatRequest(Sampling):
     """POST /v1/chat/completions. `top_k` to `repetition_penalty`, `regex` and `think_budget` are not OpenAI's.
 
@@ -132,7 +137,7 @@ class ChatRequest(Sampling):
     """
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
-    max_completion_tokens: Annotated[int, Field(ge=1, le=_COUNT)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, le=COUNT)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
@@ -141,14 +146,14 @@ class ChatRequest(Sampling):
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: TemplateOptions | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
-    think_budget: Annotated[int, Field(ge=0, le=_COUNT)] | None = None
+    think_budget: Annotated[int, Field(ge=0, le=COUNT)] | None = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
     modalities: list[Literal["text"]] | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
-Ids = Annotated[list[Annotated[int, Field(ge=0, le=_COUNT)]], Field(min_length=1)]
+Ids = Annotated[list[Annotated[int, Field(ge=0, le=COUNT)]], Field(min_length=1)]
 
 
 class CompletionRequest(Sampling):
@@ -176,7 +181,7 @@ class DetokenizeRequest(Strict):
     """POST /detokenize."""
 
     model: Text | None = None
-    tokens: list[Annotated[int, Field(ge=0, le=_COUNT)]]
+    tokens: list[Annotated[int, Field(ge=0, le=COUNT)]]
 
 
 # ---- answers that are no streams ----------------------------------------------------------------------------------

@@ -124,15 +124,19 @@ class ChatShape:
         return self.head.around("chat.completion.chunk", [choice])
 
     def _logprobs(self, tokens: Sequence[Logprob]) -> Json:
-        return {"content": [self._logprob(token) for token in tokens], "refusal": None}
+        return {"content": logprobs_of(tokens, self.token_bytes), "refusal": None}
 
-    def _logprob(self, token: Logprob) -> Json:
-        top = [self._entry(ident, value) for ident, value in token.top]
-        return {**self._entry(token.token, token.logprob), "top_logprobs": top}
 
-    def _entry(self, ident: int, value: float) -> Json:
-        raw = self.token_bytes(ident)
+def logprobs_of(tokens: Iterable[Logprob], token_bytes: TokenBytes) -> list[Json]:
+    """As all calls but completions tell them."""
+
+    def entry(ident: int, value: float) -> Json:
+        raw = token_bytes(ident)
         return {"token": _shown(raw), "logprob": _finite(value), "bytes": list(raw)}
+
+    return [
+        {**entry(token.token, token.logprob), "top_logprobs": [entry(*each) for each in token.top]} for token in tokens
+    ]
 
 
 def _call_delta(piece: ToolCallDelta) -> Json:
