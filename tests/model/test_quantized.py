@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -44,6 +45,14 @@ def test_logits_are_those_of_the_dequantized_weights(tmp_path: Path, family: str
 def test_bf16_is_as_near_as_bf16_is(tmp_path: Path, name: str) -> None:
     meant = write_quantized(tmp_path, "minicpm5-1b", RECIPES[name])
     assert logits_error(tmp_path, meant, torch.bfloat16) < 0.02
+
+
+@pytest.mark.parametrize("name", ["gptq", "gptq-order", "awq", "packed-4", "nf4", "int8", "fp8"])
+def test_the_program_that_wrote_it_is_not_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    meant = write_quantized(tmp_path, "minicpm3-4b", RECIPES[name])
+    for module in ("auto_gptq", "gptqmodel", "awq", "optimum", "compressed_tensors", "transformers", "bitsandbytes"):
+        monkeypatch.setitem(sys.modules, module, None)  # any import of it fails
+    assert logits_error(tmp_path, meant) < 1e-5
 
 
 @pytest.mark.parametrize("fmt", ["sharded", "bin", "bin-sharded"])
