@@ -201,6 +201,8 @@ class Chat:
             self.terminal.note(_looped(reply.looped))
         elif reply.empty and order.prefill:
             self.terminal.note("the model adds nothing")
+        elif reply.unanswered:
+            self.terminal.note("the model ended its reply without an answer (/retry; /think off where it only thinks)")
         if reply.cut:
             self.terminal.note(self._cut(reply, order))
         if reply.thought_out:

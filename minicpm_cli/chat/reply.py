@@ -69,6 +69,11 @@ class Reply:
         return not self._text and not self._thought
 
     @property
+    def unanswered(self) -> bool:
+        """Whether the model ended it and said nothing, whatever it thought."""
+        return self.finish == "stop" and not self.text.strip() and not self._pieces
+
+    @property
     def message(self) -> Message:
         return Message("assistant", self.text, self.thought)
 

@@ -39,6 +39,15 @@ def test_thinking_is_kept_apart(make: Make) -> None:
     assert told(chat) == "Hm.\n"
 
 
+def test_thoughts_that_no_answer_follows_are_kept_and_said(make: Make) -> None:
+    """The model ends its reply within a think block that it does not close."""
+    chat = make(FakeLLM(thought=lambda request: "Hm.", answer=lambda request: ""))
+    chat.say("one")
+    assert chat.conversation.messages[1] == Message("assistant", "", "Hm.")
+    assert not chat.conversation.turns[-1].partial
+    assert "ended its reply without an answer" in told(chat)
+
+
 def test_ctrl_c_keeps_what_came_and_marks_it(make: Make) -> None:
     def answer(request: Request) -> str:
         return "a b c d e f"
