@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
-from minicpm_cli.types import Request, SamplingParams
+import pytest
+
+from minicpm_cli.types import Message, Request, SamplingParams
 
 PARAMS = SamplingParams(max_tokens=5, seed=1)
 
@@ -31,3 +34,13 @@ def test_the_model_s_end_may_be_ignored(load) -> None:
     }
     assert ends["on"].usage is not None
     assert ends["on"].usage.completion_tokens == PARAMS.max_tokens
+
+
+@pytest.mark.parametrize(("tail", "channel"), [("<think>\n", "think"), ("<think>\n\n</think>\n\n", "answer")])
+def test_what_is_cut_is_filed_as_the_prompt_left_off(load, tmp_path: Path, tail: str, channel: str) -> None:
+    (tmp_path / "t.jinja").write_text("{{ messages[0].content }}\n" + tail.replace("\n", "{{ '\\n' }}"))
+    llm = load(chat_template=str(tmp_path / "t.jinja"))
+    events = list(llm.stream([Request("a", (Message("user", "hello you"),), replace(PARAMS, max_tokens=8))]))
+    assert {event.channel for event in events if event.text} == {channel}
+    assert events[-1].finish == "length"
+    assert events[-1].usage.completion_tokens == 8
