@@ -3,7 +3,7 @@
 Every worker holds as many requests as it has seats, and a few more, so that it never waits for the next. Requests with
 the beginning of an earlier one go to the worker that has that beginning in its cache, while it is not much busier than
 the others. What waits at one while another has a seat free goes there. What ran on a worker that dies is begun again on
-another: draws depend on a request alone, so its answer is the same.
+another: draws depend on a request alone, so its answer is the same but for rounding.
 """
 
 from __future__ import annotations
@@ -95,20 +95,19 @@ class Fleet:
     def _load(self) -> None:
         """Until one worker has its model: others join when they have theirs. Raises what the last of them met."""
         error: Exception = DeviceError("all workers ended while they loaded the model.")
-        lost: list[Exception] = []
+        lost: list[str] = []
         while all(worker.info is None for worker in self._workers):
             number, message = self._inbox.get()
+            worker = self._workers[number]
             if isinstance(message, Ready):
-                self._workers[number].info = message.info
-            elif isinstance(message, Failed):
-                error = message.error
-                lost.append(error)
-            elif message is None:
-                self._workers[number].alive = False
-                if not any(worker.alive for worker in self._workers):
+                worker.info = message.info
+            elif isinstance(message, Failed | None) and worker.alive:
+                worker.alive, error = False, error if message is None else message.error
+                lost.append(f"a worker failed while it loaded: {'it was killed' if message is None else error}")
+                if not any(other.alive for other in self._workers):
                     raise error
-        for met in lost:
-            self._notify(f"a worker failed: {met}")
+        for told in lost:
+            self._notify(told)
 
     def gather(self) -> int:
         """Waits until every worker has its model, or is gone; how many have it. Not while a stream runs."""

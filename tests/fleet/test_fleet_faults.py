@@ -142,16 +142,22 @@ def test_when_all_have_died_the_next_stream_says_so_too() -> None:
             list(fleet.stream(asked(1)))
 
 
-def test_one_that_fails_while_it_loads_is_told_though_another_has_its_model() -> None:
-    def script(end: Connection) -> None:
-        end.send(Failed(MinicpmError("no memory")))
-
-    said, broken = list[str](), Scripted(script)
-    broken.thread.join()
-    late = Member(engine(), late=0.1)
-    with closing(fleet_of(broken, late.link, said=said)) as fleet:
-        assert said == ["a worker failed: no memory"]
+def test_those_that_end_while_they_load_are_told_though_another_has_its_model() -> None:
+    said, broken = list[str](), Scripted(lambda end: end.send(Failed(MinicpmError("no memory"))))
+    killed, late = Scripted(lambda end: None), Member(engine(), late=0.2)
+    with closing(fleet_of(broken, killed, late.link, said=said)) as fleet:
+        assert sorted(said) == [
+            "a worker failed while it loaded: it was killed",
+            "a worker failed while it loaded: no memory",
+        ]
         assert len(ends(fleet.stream(asked(4)))) == 4
+    assert len(said) == 2
+
+
+def test_when_none_gets_its_model_the_reason_is_told_not_that_another_was_killed() -> None:
+    links = Scripted(lambda end: end.send(Failed(MinicpmError("no memory")))), Scripted(lambda end: time.sleep(0.2))
+    with pytest.raises(MinicpmError, match="no memory"):
+        fleet_of(*links)
 
 
 def test_what_a_dead_worker_leaves_goes_to_none_that_still_loads() -> None:
