@@ -79,12 +79,16 @@ def assert_other_is_well(events: list[TokenEvent]) -> None:
     assert [e.token for e in events if e.id == "other"] == expected(OTHER)
 
 
-def test_end_token_is_told_but_not_pushed() -> None:
+@pytest.mark.parametrize("other", ["smaller", "larger"])
+def test_end_token_is_told_but_not_pushed(other: str) -> None:
+    """Any of several ends the answer."""
     answer = expected(request("a", prompt(6)))
     place = next(i for i, token in enumerate(answer) if i > 2 and token not in answer[:i])
+    another = min(set(range(answer[place])) - set(answer)) if other == "smaller" else 500
     sink = Sink()
     engine, _ = engine_of()
-    events = run_checked(engine, [request("a", prompt(6), eos_ids=frozenset({answer[place], 500}), sink=sink), OTHER])
+    ends = frozenset({answer[place], another})
+    events = run_checked(engine, [request("a", prompt(6), eos_ids=ends, sink=sink), OTHER])
     assert last(events, "a").finish == "stop"
     assert last(events, "a").token == answer[place]
     assert sink.got == answer[:place]
