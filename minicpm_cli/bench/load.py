@@ -103,10 +103,12 @@ def measure_load(options: LoadOptions, say: Say) -> Load:
     wire = Wire(options.server, options.api_key)
     target = Target(*wire.raw_post(CHAT))
     model = options.model or _model(wire)
+    whole = _takes_ignore_eos(wire, model)
     words = _words(wire, model)
-    say(f"{options.count} requests of {_WORK.prompt} tokens, {_WORK.new} drawn for each, by {options.streams} streams")
+    drawn = f"{_WORK.new} drawn for each" if whole else f"up to {_WORK.new} (the server takes no ignore_eos)"
+    say(f"{options.count} requests of {_WORK.prompt} tokens, {drawn}, by {options.streams} streams")
     draw = random.Random()
-    bodies = [_body(model, _text(draw, words), _WORK.new) for _ in range(options.count)]
+    bodies = [_body(model, _text(draw, words), _WORK.new, whole=whole) for _ in range(options.count)]
     parts = _parts(bodies, options.streams)
     begun, told = _run(target, parts)
     heard = [one for answers, _ in told for one in answers]
@@ -126,6 +128,17 @@ def _model(wire: Wire) -> str:
         raise MinicpmError(f"{wire.url} does not say which model it serves; name it with -m") from None
 
 
+def _takes_ignore_eos(wire: Wire, model: str) -> bool:
+    """So that no answer ends early, as with `minicpm bench throughput`; OpenAI itself refuses the field."""
+    try:
+        wire.post(CHAT, _whole(_body(model, _text(random.Random(0), 1), 1, whole=True)))
+    except Refusal as refusal:
+        if "ignore_eos" in refusal.message:
+            return False
+        raise refusal.error() from None
+    return True
+
+
 def _words(wire: Wire, model: str) -> int:
     """How many words make a prompt of the size: two answers tell the tokens of a word and of what is around them."""
     few, many = 16, 80
@@ -136,21 +149,24 @@ def _words(wire: Wire, model: str) -> int:
 
 
 def _prompt_tokens(wire: Wire, model: str, text: str) -> int:
-    asked = {**json.loads(_body(model, text, 1)), "stream": False}
-    del asked["stream_options"]
     try:
-        return int(wire.post(CHAT, asked)["usage"]["prompt_tokens"])
+        return int(wire.post(CHAT, _whole(_body(model, text, 1)))["usage"]["prompt_tokens"])
     except Refusal as refusal:
         raise refusal.error() from None
     except (KeyError, TypeError, ValueError):
         raise MinicpmError(f"{wire.url} does not count its tokens: there is no usage in its answer") from None
 
 
+def _whole(body: bytes) -> dict[str, Any]:
+    """The request for an answer in one piece."""
+    return {name: value for name, value in json.loads(body).items() if not name.startswith("stream")}
+
+
 def _text(draw: random.Random, words: int) -> str:
     return " ".join([str(draw.randrange(10**9)), *draw.choices(_WORDS, k=max(0, words - 1))])
 
 
-def _body(model: str, text: str, new: int) -> bytes:
+def _body(model: str, text: str, new: int, *, whole: bool = False) -> bytes:
     asked = {
         "model": model,
         "messages": [{"role": "user", "content": text}],
@@ -160,7 +176,7 @@ def _body(model: str, text: str, new: int) -> bytes:
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    return json.dumps(asked).encode()
+    return json.dumps(asked | ({"ignore_eos": True} if whole else {})).encode()
 
 
 # ---- by whom ------------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from minicpm_cli.llm.wire import Wire
 from minicpm_cli.server.address import address_of, bind
 from minicpm_cli.server.app import Service
 from minicpm_cli.server.serving import Serving
+from minicpm_cli.types import Request
 
 EVENTS = [
     {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]},
@@ -135,6 +136,19 @@ def test_requests_that_fail_are_counted_and_told(served) -> None:
     found = measure_load(LoadOptions(served(llm), 2, 6, "sesame").checked(), lambda text: None)
     assert (found.requests, found.failed, found.tokens) == (6, 1, 5 * 8)
     assert "not this one" in "\n".join(found.lines())
+
+
+@pytest.mark.usefixtures("small")
+def test_answers_end_early_only_where_a_server_will_not_go_on(served) -> None:
+    def opinion(request: Request) -> RequestError | None:
+        return RequestError("bad_parameter", "unknown field ignore_eos") if request.params.ignore_eos else None
+
+    for fail, said, asked in ((None, "8 drawn for each", True), (opinion, "up to 8 (the server takes no", False)):
+        llm, notes = FakeLLM(answer=lambda request: "word " * 9, fail=fail or (lambda request: None)), list[str]()
+        found = measure_load(LoadOptions(served(llm), 1, 2, "sesame").checked(), notes.append)
+        assert (found.failed, found.tokens) == (0, 2 * 8)
+        assert said in notes[0]
+        assert [request.params.ignore_eos for request in llm.seen[-2:]] == [asked] * 2
 
 
 def test_a_connection_that_breaks_is_replaced(served) -> None:
