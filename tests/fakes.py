@@ -53,6 +53,7 @@ class FakeLLM:
     context: int = 4096
     defaults: SamplingParams = field(default_factory=SamplingParams)
     notes: tuple[str, ...] = ()
+    template_source: str = ""
     seen: list[Request] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     closed: bool = False
@@ -65,7 +66,8 @@ class FakeLLM:
 
     @property
     def info(self) -> LLMInfo:
-        return LLMInfo("fake", self.context, device="cpu", max_seqs=self.seats, load_seconds=0.25, notes=self.notes)
+        facts = LLMInfo("fake", self.context, device="cpu", max_seqs=self.seats, load_seconds=0.25, notes=self.notes)
+        return replace(facts, template_source=self.template_source)
 
     def encoded(self, request: Request) -> Request:
         """Equal words are equal tokens, so that prompts share prefixes as their texts do."""

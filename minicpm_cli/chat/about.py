@@ -16,7 +16,7 @@ def stats(chat: Chat, argument: str) -> None:
     info, line = chat.llm.info, chat.terminal.line
     if chat.last:
         line(f"last reply: {chat.last.summary()}")
-    line(f"all {chat.replies} replies: {_usage(chat.total)}")
+    line(f"{chat.replies} {'reply' if chat.replies == 1 else 'replies'} in all: {_usage(chat.total)}")
     looked_up = chat.llm.speculated
     if looked_up.drafts:
         line(

@@ -61,13 +61,17 @@ def names(chat: Chat, typed: str) -> Iterable[str]:
 
 def sessions(chat: Chat, argument: str) -> None:
     from rich.cells import cell_len
+    from rich.text import Text
 
     found = chat.sessions.summaries()
     width = max((cell_len(summary.name) for summary in found), default=0)
     for summary in found:
         here = "*" if summary.name == chat.name else " "
         space = " " * (width - cell_len(summary.name) + 2)
-        chat.terminal.line(f"{here} {summary.name}{space}{summary.told()}")
+        row = Text(f"{here} {summary.name}{space}{summary.told()}")
+        if chat.terminal.err_tty:  # a row each, but no name is cut
+            row.truncate(max(chat.terminal.columns, width + 3), overflow="ellipsis")
+        chat.terminal.line(row.plain)
     chat.terminal.line(f"in {chat.sessions.folder}")
 
 

@@ -12,7 +12,7 @@ from minicpm_cli.errors import UsageError
 from minicpm_cli.settings_table import ENTRIES, nearest
 from minicpm_cli.types import SamplingParams
 
-NAMES = tuple(f.name for f in fields(SamplingParams))
+NAMES = tuple(f.name for f in fields(SamplingParams) if f.name != "logprobs")  # which a chat has no place for
 
 
 def known(name: str, others: Iterable[str] = ()) -> str:

@@ -87,7 +87,11 @@ class DumbLines:
     def _line(self, prompt: str) -> str:
         self._terminal.err.write(prompt)
         self._terminal.err.flush()
-        text = self._keyboard.readline()
+        try:
+            text = self._keyboard.readline()
+        except KeyboardInterrupt:
+            self._terminal.err.write("\n")  # behind the prompt and the terminal's ^C
+            raise
         if not text:
             raise EOFError
         return unicode(text.rstrip("\r\n"))

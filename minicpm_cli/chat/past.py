@@ -62,7 +62,8 @@ def undo(chat: Chat, argument: str) -> None:
         chat.terminal.line(f"took back the reset: {_questions(chat.conversation.questions)} again")
         return
     taken = chat.conversation.undo(count)
-    chat.terminal.line(f"took back {_questions(taken)}; {chat.conversation.questions} left")
+    left = chat.conversation.questions
+    chat.terminal.line(f"took back {_questions(taken)}; {left} left" if taken else "there is no question to take back")
 
 
 def reset(chat: Chat, argument: str) -> None:

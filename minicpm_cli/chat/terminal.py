@@ -56,6 +56,11 @@ class Terminal:
         """Whether markdown, colours and a live region may be used on stdout."""
         return self.out_tty and not self.plain
 
+    @property
+    def columns(self) -> int:
+        """Of the window that stderr is; 80 where that is not known."""
+        return _columns(self.err) or 80
+
     def answer(self, text: str) -> None:
         """A piece of the answer: byte for byte where it is piped."""
         self.out.write(neutral(text) if self.out_tty else text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
@@ -69,8 +70,19 @@ def _state(chat: Chat, name: str) -> str:
         state = getattr(chat.terminal if name in _SWITCHES else chat, name)
         return ("on" if state else "off") if name in _SWITCHES else state
     value = getattr(chat.params, name)
-    shown = "unset" if value in (None, ()) else repr(value)
-    return f"{shown} ({'set' if name in chat.given else 'default'})"
+    return f"{_shown(value)} ({'set' if name in chat.given else 'default'})"
+
+
+def _shown(value: object) -> str:
+    """As it can be typed."""
+    if value in (None, ()):
+        return "unset"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if not isinstance(value, tuple):
+        return str(value)
+    pairs = dict(value) if isinstance(value[0], tuple) else None  # logit_bias
+    return json.dumps(value if pairs is None else pairs, ensure_ascii=False)
 
 
 def words(chat: Chat, typed: str) -> Iterable[str]:
@@ -102,6 +114,8 @@ def think(chat: Chat, argument: str) -> None:
     state = {True: "on", False: "off", None: "as the template has it"}[chat.params.think]
     budget = "" if chat.params.think_budget is None else f", at most {chat.params.think_budget} tokens"
     chat.terminal.line(f"thinking: {state}{budget}, {'folded' if chat.terminal.folded else 'shown'}")
+    if chat.params.think and not chat.llm.info.has_think_switch:
+        chat.terminal.line("the chat template has no switch for it, so that changes nothing")
 
 
 def _fold(chat: Chat, folded: bool) -> None:

@@ -43,18 +43,24 @@ class ProgressLine:
         if now - self._drawn < _REDRAW_SECONDS and done != total:
             return
         self._drawn = now
-        self._terminal.err.write(f"{_ERASE}{self._what}{self._state(done, total, unit, now)}")
+        self._terminal.err.write(f"{_ERASE}{self._row(done, total, unit, now)}")
         self._terminal.err.flush()
 
-    def _state(self, done: int, total: int | None, unit: str, now: float) -> str:
+    def _row(self, done: int, total: int | None, unit: str, now: float) -> str:
+        """In a narrow window without the bar, and at last cut: what wraps to a second row cannot be erased."""
+        columns = self._terminal.columns
         if not total:
-            return " ..."
+            return f"{self._what} ..."[: columns - 1]
         filled = min(_WIDTH, _WIDTH * done // total)
-        bar = f" [{'#' * filled}{'.' * (_WIDTH - filled)}]"
+        bar, state = f" [{'#' * filled}{'.' * (_WIDTH - filled)}]", self._state(done, total, unit, now)
+        whole = f"{self._what}{bar} {state}"
+        return whole if len(whole) < columns else f"{self._what} {state}"[: columns - 1]
+
+    def _state(self, done: int, total: int, unit: str, now: float) -> str:
         if unit != "bytes":
-            return f"{bar} {done}/{total} {unit}{self._left(done, total, now)}"
+            return f"{done}/{total} {unit}{self._left(done, total, now)}"
         rate = done / (now - self._begun) if now > self._begun else 0.0
-        return f"{bar} {size(done)} of {size(total)}" + (f", {size(rate)}/s" if rate else "")
+        return f"{size(done)} of {size(total)}" + (f", {size(rate)}/s" if rate else "")
 
     def _left(self, done: int, total: int, now: float) -> str:
         """How long it will still take, once that can be told and is worth telling."""

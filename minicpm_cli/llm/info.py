@@ -36,6 +36,11 @@ class LLMInfo:
     notes: tuple[str, ...] = ()
     details: tuple[str, ...] = ()
 
+    @property
+    def has_think_switch(self) -> bool:
+        """Whether the template asks if the model is to think; a template that is not known here may."""
+        return not self.template_source or "enable_thinking" in self.template_source
+
 
 @dataclass(frozen=True, slots=True)
 class Speculated:

@@ -229,6 +229,13 @@ def test_what_goes_when_the_context_is_full_is_asked_first(run: Start, tmp_path:
     assert len(said(tmp_path)) == 6, "what is not sent is kept"
 
 
+def test_what_is_said_of_ctrl_c_has_a_row_of_its_own_on_a_dumb_terminal(run: Start) -> None:
+    child = run(TERM="dumb", prompt="> ")
+    child.sendintr()
+    child.expect_exact("^C\r\n(Ctrl-C again, Ctrl-D or /exit leaves)\r\n")
+    assert leave(child) == 0
+
+
 def test_a_terminal_that_obeys_nothing_is_sent_nothing_to_obey(run: Start, tmp_path: Path) -> None:
     child = run("--ctx", "16", TERM="dumb", prompt="> ")
     child.logfile_read = raw = io.StringIO()

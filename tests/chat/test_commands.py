@@ -14,6 +14,7 @@ from fakes import FakeLLM, rendered
 from minicpm_cli.chat import commands, repl
 from minicpm_cli.chat.commands import COMMANDS
 from minicpm_cli.chat.lines import PipedLines
+from minicpm_cli.chat.terminal import Terminal
 from minicpm_cli.errors import FileError, UsageError
 from minicpm_cli.llm.info import Speculated
 from minicpm_cli.types import Message
@@ -75,8 +76,12 @@ def test_set_shows_changes_resets_and_refuses(make: Make) -> None:
     commands.run(chat, "/set")
     rows = {row.split()[0]: row.partition("= ")[2] for row in told(chat).splitlines()}
     assert (rows["max_tokens"], rows["temperature"], rows["overflow"]) == ("7 (set)", "1.0 (default)", "stop")
+    assert (rows["stop"], rows["ignore_eos"], rows["seed"]) == ('["###"] (set)', "off (default)", "unset (default)")
+    assert "logprobs" not in rows, "a chat shows none"
     commands.run(chat, '/set stop ["a b", "\\n"]')
     assert chat.params.stop == ("a b", "\n")
+    commands.run(chat, '/set logit_bias {"7": -2.5}')
+    assert told(chat).splitlines()[-1] == 'logit_bias = {"7": -2.5} (set)'
     commands.run(chat, "/set overflow drop-oldest")
     commands.run(chat, "/set verbose on")
     assert (chat.overflow, chat.terminal.verbose) == ("drop-oldest", True)
@@ -142,6 +147,10 @@ def test_commands_on_the_list(make: Make) -> None:
     assert contents(chat) == ["Be brief\nand kind"]
     commands.run(chat, "/system -")
     assert contents(chat) == []
+    chat.conversation.before_reset.clear()
+    told(chat)
+    commands.run(chat, "/undo")
+    assert told(chat) == "there is no question to take back\n"
     for line in ("/undo x", "/undo 0", "/undo 9999999999", "/think maybe", "/load", "/branch +", "/copy", "/retry"):
         with pytest.raises(UsageError):
             commands.run(chat, line)
@@ -234,6 +243,12 @@ def test_save_and_load(make: Make, tmp_path: Path) -> None:
     commands.run(chat, "/sessions")
     shown = told(chat)
     assert f"* {chat.name}  now, 1 question: one" in shown
+    for columns, row in ((26, f"* {chat.name}  now,…"), (4, f"* {chat.name}…")):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(chat.terminal.err, "isatty", lambda: True)
+            patch.setattr(Terminal, "columns", columns)
+            commands.run(chat, "/sessions")
+        assert row in told(chat).splitlines(), "one row each, in which the name is whole"
     assert f"  {'other':<{len(chat.name)}}  now, 2 questions: one" in shown
     with pytest.raises(FileError, match="no session 'missing'"):
         commands.run(chat, "/load missing")
@@ -426,7 +441,7 @@ def test_stats_think_template_and_prompt(make: Make) -> None:
     chat.say("one")
     commands.run(chat, "/stats")
     shown = told(chat)
-    assert "all 1 replies: 2 tokens in (0 cached, 0%), 3 out" in shown
+    assert "1 reply in all: 2 tokens in (0 cached, 0%), 3 out" in shown
     assert "context: 4090 of 4096 tokens left" in shown
     assert "GB of main memory at the most" in shown
     assert "lookup" not in shown
@@ -435,6 +450,11 @@ def test_stats_think_template_and_prompt(make: Make) -> None:
     assert "lookup: 9 of 20 expected tokens came, 2.2 more a step" in told(chat)
     commands.run(chat, "/think off")
     assert chat.params.think is False
+    commands.run(chat, "/think on")
+    assert "no switch" not in told(chat)
+    chat.llm = FakeLLM(template_source="{{ messages }}")
+    commands.run(chat, "/think on")
+    assert told(chat).endswith("the chat template has no switch for it, so that changes nothing\n")
     commands.run(chat, "/think default")
     assert chat.params.think is None
     told(chat)

@@ -213,3 +213,20 @@ def test_the_bar_says_how_long_it_will_still_take(monkeypatch: pytest.MonkeyPatc
     assert drawn[1] == "reading [........................] 0/300 windows"
     assert drawn[2] == "reading [##......................] 30/300 windows, 1:30 left"
     assert drawn[3].endswith("300/300 windows, 0:00 left")
+
+
+@pytest.mark.parametrize(
+    ("columns", "row"),
+    [
+        (56, "loading a-model [############............] 12/24 layers"),
+        (55, "loading a-model 12/24 layers"),
+        (20, "loading a-model 12/"),
+    ],
+)
+def test_a_bar_never_wraps(monkeypatch: pytest.MonkeyPatch, columns: int, row: str) -> None:
+    err = io.StringIO()
+    monkeypatch.setattr(err, "isatty", lambda: True)
+    monkeypatch.setattr(Terminal, "columns", columns)
+    with progress.ProgressLine(Terminal(io.StringIO(), err)) as bar:
+        bar("loading a-model", 12, 24, "layers")
+    assert err.getvalue().split("\r\x1b[2K")[1] == row

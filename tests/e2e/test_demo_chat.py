@@ -72,7 +72,7 @@ def test_a_session_and_its_replay(environment: dict[str, str], tmp_path: Path) -
     assert "now on a, with 2 questions" in type_("/branch -")
     type_("/retry")
     assert unread(answers(tmp_path, "a")[1]) <= PAGE
-    assert re.search(r"all 6 replies: \d+ tokens in \(\d+ cached, [4-9]\d%\)", type_("/stats"))
+    assert re.search(r"6 replies in all: \d+ tokens in \(\d+ cached, [4-9]\d%\)", type_("/stats"))
     assert "'<|im_start|>'" in type_("/prompt")
     child.sendcontrol("d")
     child.expect(pexpect.EOF)
