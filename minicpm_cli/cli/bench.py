@@ -71,6 +71,8 @@ def bench(
 
     invocation: Invocation = context.obj
     settings = invocation.configure(flags)
+    if shape is not None and (flags["model"] or flags["model_path"]):
+        raise UsageError("--shape measures random weights, --model those of a model; leave one of the two out")
     several = crew(settings.options, gpus, workers, ray=None)
     if streams is not None or flags["server"] is not None:
         if several is not None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from minicpm_cli.chat.terminal import Terminal
 from minicpm_cli.cli.progress import ProgressLine
 from minicpm_cli.llm.info import LanguageModel, Prompts
-from minicpm_cli.settings import Settings
+from minicpm_cli.settings import LoadOptions, Settings
 
 if TYPE_CHECKING:
     from minicpm_cli.hub.files import ModelFiles
@@ -18,12 +18,13 @@ DEMO = (
     "no model was chosen, so this is demo (SmolLM2-135M-Instruct), which is only good for trying things out. "
     "Real ones: -m minicpm4-0.5b, minicpm5-1b, minicpm4-8b, ... (minicpm models)"
 )
+_OF_LOADING = {"threads", *(f.name for f in fields(LoadOptions))} - {"model", "server", "api_key"}
 
 
 def open_llm(settings: Settings, terminal: Terminal) -> LanguageModel:
     """Fetches what is missing, loads the weights; or reaches the server that has them."""
     if settings.options.server is not None:
-        return _served(settings, settings.options.server)
+        return _served(settings, settings.options.server, terminal)
     _say_demo(settings, terminal)
     from minicpm_cli.llm.warm import heard_interrupts, warm_up, without_collector
 
@@ -56,7 +57,7 @@ def open_llm(settings: Settings, terminal: Terminal) -> LanguageModel:
 def open_prompts(settings: Settings, terminal: Terminal) -> Prompts:
     """Tokenizer, template and config; no weights are read."""
     if settings.options.server is not None:
-        return _served(settings, settings.options.server)
+        return _served(settings, settings.options.server, terminal)
     _say_demo(settings, terminal)
     with ProgressLine(terminal) as progress:
         files = files_of(settings, progress)
@@ -77,9 +78,12 @@ def with_adapter_here(settings: Settings, terminal: Terminal) -> Settings:
     return replace(settings, options=replace(settings.options, lora=str(folder)))
 
 
-def _served(settings: Settings, url: str) -> LanguageModel:
+def _served(settings: Settings, url: str, terminal: Terminal) -> LanguageModel:
     from minicpm_cli.llm.remote import RemoteLLM
 
+    flags = [row.origin.removeprefix("flag ") for row in settings.rows if row.name in _OF_LOADING]
+    if idle := [flag for flag in flags if flag.startswith("--")]:
+        terminal.note(f"{', '.join(idle)}: the server has loaded its model in its own way, so that changes nothing")
     model = None if settings.model_is_default else settings.options.model
     return RemoteLLM.open(url, settings.options.api_key, model, settings.sampling)
 

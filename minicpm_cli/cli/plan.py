@@ -67,7 +67,7 @@ def plan(
         _show(invocation, found, quantizing)
     if found.plan.fits:
         return 0
-    invocation.terminal.line(f"minicpm: does not fit: {found.plan.problem}")
+    invocation.terminal.line(f"minicpm: {found.plan.problem}")
     return _MEMORY_EXIT
 
 

@@ -8,8 +8,9 @@ import re
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
+from types import MappingProxyType
 from typing import Any, NoReturn, cast
 
 import typer
@@ -27,6 +28,14 @@ _CLICK_ERROR = cast(type[Exception], typer.BadParameter.__mro__[2])
 _SIGPIPE_CODE = 128 + 13
 _UNWRITABLE = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC), errno.EFBIG, errno.EIO)
 _NO_COMMAND = re.compile(r"No such command '(.*?)'\.?(?: Did you mean .*)?", re.DOTALL)
+_ELSEWHERE: Mapping[str, str] = MappingProxyType(
+    {
+        **dict.fromkeys(("list", "ls"), " (minicpm models lists them)"),
+        **dict.fromkeys(("show", "info"), " (minicpm plan MODEL tells of one)"),
+        **dict.fromkeys(("generate", "ask", "prompt"), ' (minicpm run "PROMPT" asks a model)'),
+        **dict.fromkeys(("rm", "remove", "delete"), " (minicpm models --json tells where one lies)"),
+    }
+)
 
 app = program()
 
@@ -96,8 +105,8 @@ def _remedy(error: BaseException, ctx: Any, message: str) -> str:
         if ctx and ctx.info_name in ("run", "create") and not getattr(error, "possibilities", None):
             return " (a prompt that begins with - needs -- before it)"
     command = _NO_COMMAND.fullmatch(message)
-    if root and command and " " in command[1]:
-        return ' (minicpm run "PROMPT" asks a model)'
+    if root and command:
+        return ' (minicpm run "PROMPT" asks a model)' if " " in command[1] else _ELSEWHERE.get(command[1], "")
     return ""
 
 

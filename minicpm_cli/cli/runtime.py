@@ -41,7 +41,9 @@ class Invocation:
         """
         given = dict(flags)
         habit, path = given.pop("trust_remote_code", None), given.pop("model_path", None)
-        if path is not None and given.get("model") is None:
+        if path is not None:
+            if given.get("model") not in (None, path):
+                raise UsageError(f"--model names {given['model']}, --model-path names {path}; give one of the two")
             given["model"] = path
         settings = Settings.load(given, layers=[layer for layer in layers if layer])
         self.terminal = replace(
@@ -63,6 +65,9 @@ class Invocation:
         try:
             for note in llm.info.notes:
                 self.terminal.note(note)
+            if settings.sampling.get("think") and not llm.info.has_think_switch:
+                where = settings.origin("think").removeprefix("flag ")
+                self.terminal.note(f"{where} changes nothing: the chat template has no switch for thinking")
             yield llm
         finally:
             llm.close()

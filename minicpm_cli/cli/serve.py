@@ -41,12 +41,14 @@ def register(app: typer.Typer) -> None:
 def serve(
     context: typer.Context,
     *,
-    host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0: all of this machine's.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0 takes a free one.", min=0, max=65535)] = 8000,
+    host: Annotated[
+        str, typer.Option(help="Address to listen at; 0.0.0.0: all of this machine's.", metavar="ADDRESS")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 takes a free one.", metavar="N", min=0, max=65535)] = 8000,
     served_model_name: Annotated[
         list[str] | None, typer.Option(help="What clients call the model; repeatable.", metavar="NAME")
     ] = None,
-    max_queue: Annotated[int, typer.Option(help="Requests that may wait; more get 429.", min=1)] = 1024,
+    max_queue: Annotated[int, typer.Option(help="Requests that may wait; more get 429.", metavar="N", min=1)] = 1024,
     max_body: Annotated[int, typer.Option(help="Largest request, in MiB.", metavar="MIB", min=1)] = 16,
     drain_timeout: Annotated[
         float, typer.Option(help="Seconds for requests to finish after SIGTERM.", metavar="SECONDS", min=0)

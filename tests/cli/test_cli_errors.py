@@ -50,6 +50,8 @@ def test_exit_code_by_class(cli, error: errors.MinicpmError, code: int) -> None:
         (["run", "--nope", "x"], "--nope"),
         (["run", "--raw", "-s", "y", "x"], "--raw"),
         (["run", "-x", "--json", "x"], "--extract"),
+        (["run", "-m", "a", "--model-path", "b", "x"], "--model names a, --model-path names b"),
+        (["bench", "-m", "demo", "--shape", "minicpm-2b"], "--shape measures random weights"),
         (["run"], "no prompt"),
         (["chat", "--overflow", "burst"], "drop-oldest"),
         (["chat", "-c", "--session", "a"], "--session"),
@@ -74,6 +76,14 @@ def test_usage_errors_come_before_the_model(cli, arguments: list[str], said: str
 )
 def test_odd_but_fine(cli, arguments: tuple[str, ...]) -> None:
     assert cli("run", *arguments, "hi").code == 0
+
+
+def test_a_switch_that_the_template_does_not_have_is_said(cli) -> None:
+    for source, said in (("{{ messages }}", True), ("{% if enable_thinking %}", False), ("", False)):
+        done = cli("run", "--think", "hi", llm=FakeLLM(template_source=source))
+        assert done.code == 0
+        assert ("--think changes nothing: the chat template has no switch" in done.err) is said
+    assert cli("run", "--no-think", "hi", llm=FakeLLM(template_source="x")).err == ""
 
 
 def test_a_defect_is_one_line_and_verbose_shows_where(cli) -> None:

@@ -47,6 +47,9 @@ def real(*arguments: str, stdin: str = "", key: str = "sesame") -> subprocess.Co
 def test_run_chat_and_batch_ask_a_server_that_is_warm(url: str, tmp_path: Path) -> None:
     done = real("run", "--server", url, stdin="hello")
     assert (done.returncode, done.stdout, done.stderr) == (0, "You said: hello\n", "")
+    done = real("run", "--server", url, "--quantize", "w8", "--no-graphs", "-t", "0", stdin="hello")
+    assert (done.returncode, done.stdout) == (0, "You said: hello\n")
+    assert done.stderr.startswith("minicpm: --quantize, --no-graphs: the server has loaded its model in its own way")
     done = real("chat", "--server", f"{url}/v1", stdin="one\ntwo\n")
     assert done.stdout.split("\n")[:2] == ["You said: one", "You said: two"]
     (tmp_path / "in.jsonl").write_text("".join(f'{{"prompt": "number {n}"}}\n' for n in range(20)))

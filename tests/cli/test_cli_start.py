@@ -89,6 +89,8 @@ def test_the_flags_in_examples_exist(cli, command: tuple[str, ...]) -> None:
         ),
         (["-m", "demo", "run"], "No such option: -m before a command: options stand behind it. See: minicpm --help"),
         (["run", "--temprature", "1"], " --temperature, "),
+        (["list"], "No such command 'list' (minicpm models lists them). See: minicpm --help"),
+        (["generate"], "No such command 'generate' (minicpm run \"PROMPT\" asks a model). See: minicpm --help"),
     ],
 )
 def test_what_was_perhaps_meant(cli, arguments: list[str], said: str) -> None:
