@@ -113,7 +113,7 @@ class Fleet:
         """Waits until every worker has its model, or is gone; how many have it. Not while a stream runs."""
         while any(worker.alive and worker.info is None for worker in self._workers):
             list(self._told())
-        return sum(worker.alive for worker in self._workers)
+        return self._check_alive()
 
     @property
     def info(self) -> LLMInfo:
@@ -167,11 +167,11 @@ class Fleet:
             worker.link.join()
 
     def stream(self, requests: Iterable[Request | None]) -> Generator[Event]:
-        self._check_alive()
         self._epoch += 1
         source, more = iter(requests), True
         try:
             while more or self._open:
+                self._check_alive()
                 more = more and self._ask(source)
                 self._level()
                 yield from self._told()
@@ -278,6 +278,8 @@ class Fleet:
             return
         worker.alive, left = False, worker.drop()
         worker.link.close()
+        if not left and not any(other.alive for other in self._workers):
+            return  # what it has sent before may have been the last that was asked for
         alive = self._check_alive()
         self._notify(f"a worker has ended; its {len(left)} requests go to the other {alive}")
         for request in left:

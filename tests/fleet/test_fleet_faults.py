@@ -19,7 +19,7 @@ from minicpm_cli.errors import DeviceError, MinicpmError
 from minicpm_cli.fleet import ray_link
 from minicpm_cli.fleet.fleet import Fleet
 from minicpm_cli.fleet.link import ConnectionLink
-from minicpm_cli.fleet.messages import Ask, Failed, Finished, Ready
+from minicpm_cli.fleet.messages import Ask, Begun, Failed, Finished, Ready, Recall, Returned, Stop, Unsent
 from minicpm_cli.fleet.worker import Inbox, Outbox
 from minicpm_cli.llm.info import LLMInfo, Totals
 from minicpm_cli.types import Event, Message, Request, SamplingParams
@@ -67,13 +67,12 @@ def ends(events: Iterator[Event]) -> dict[str, str]:
 
 def test_a_worker_of_many_seats_does_not_take_back_what_it_gave() -> None:
     """What waits at it always has more room there than at one of few seats."""
-    big, small = Member(engine(32, 0.01)), Member(engine(2, 0.01))
+    big, small = Member(engine(64, 0.01)), Member(engine(2, 0.01))
     with closing(fleet_of(big.link, small.link)) as fleet:
         assert fleet.gather() == 2
-        requests = [*asked(34, 60), *asked(36, 1)[34:]]
-        assert len(ends(fleet.stream([replace(request, ids=[0]) for request in requests]))) == 36
-    assert 1 <= big.recalled + small.recalled <= 36
-    assert big.engine.totals.generated_tokens < 36
+        requests = [*asked(70, 60), *asked(72)[70:]]
+        assert len(ends(fleet.stream([replace(request, ids=[0]) for request in requests]))) == 72
+    assert 1 <= big.recalled + small.recalled <= 72
 
 
 def test_a_worker_that_says_it_failed_need_not_end_before_others_take_over() -> None:
@@ -114,6 +113,21 @@ def test_a_worker_that_cannot_read_what_it_is_told_ends() -> None:
     inbox = Inbox(theirs, FakeLLM(), Outbox(theirs))
     ours.send_bytes(b"no pickle")
     assert inbox.wait() is False
+
+
+def test_what_is_stopped_is_not_begun_and_what_comes_behind_it_is() -> None:
+    ours, theirs = Pipe()
+    llm = FakeLLM()
+    inbox = Inbox(theirs, llm, Outbox(theirs))
+    for message in (Ask(1, asked(1)[0]), Ask(1, asked(2)[1]), Stop(), Ask(2, asked(1)[0]), Recall(1, ("0",))):
+        ours.send(message)
+    while "0" not in llm.cancelled:
+        time.sleep(0.001)
+    assert inbox.take() is None, "not before the stream that was stopped has ended"
+    inbox.begin()
+    assert inbox.take() == Ask(2, asked(1)[0])
+    assert inbox.take() is None
+    ours.close()
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
@@ -230,3 +244,80 @@ def test_an_actor_whose_worker_has_ended_says_so(monkeypatch: pytest.MonkeyPatch
         assert more != [], "nothing came within a second"
         heard += more
     assert [str(message.error) for message in heard] == ["broken"]  # type: ignore[union-attr]
+
+
+def test_what_is_on_its_way_back_is_not_called_again_nor_another_for_it() -> None:
+    few, many = (
+        Scripted(lambda end: (end.send(ready(2)), end.poll(20))),
+        Scripted(lambda end: (end.send(ready(8)), end.poll(20))),
+    )
+    with closing(fleet_of(few, many)) as fleet:
+        fleet.gather()
+        first, second = fleet._workers
+        sent = list[Any]()
+        few.send = sent.append  # type: ignore[method-assign]
+        first.open = {request.id: request for request in asked(3)}
+        for _ in range(3):
+            fleet._level()
+        assert [message.ids for message in sent] == [("2",)]
+        first.open |= {request.id: request for request in asked(8)[3:]}
+        second.open = {request.id: request for request in asked(12)[8:]}
+        for _ in range(3):
+            fleet._level()
+        assert [message.ids for message in sent] == [("2",), ("7", "6", "5")], "four seats are free there"
+
+
+def test_what_an_earlier_stream_gets_back_is_no_answer_in_this_one() -> None:
+    """Its ids come again."""
+    told = list[Any]()
+
+    def script(end: Connection) -> None:
+        end.send(ready(2))
+        while True:
+            message = end.recv()
+            told.append(message)
+            if isinstance(message, Ask) and message.epoch == 2:
+                end.send(Returned(1, message.request.id))
+                end.send(Begun(1, message.request.id))
+                end.send(Finished(1, message.request.id, (Event("0", "old", finish="stop"),), Totals(), None))
+                end.send(Unsent(1, message.request.id, MinicpmError("old")))
+                end.send(Finished(2, message.request.id, (Event("0", "new", finish="stop"),), Totals(), None))
+                return
+            if isinstance(message, Ask):
+                end.send(Begun(1, message.request.id))
+
+    with closing(fleet_of(Scripted(script))) as fleet:
+        events = fleet.stream(asked(1))
+        next(events)
+        events.close()
+        assert [event.text for event in fleet.stream(asked(1))] == ["new"]
+    assert [type(message) for message in told] == [Ask, Stop, Ask]
+
+
+def test_a_worker_gives_back_what_the_model_has_not_begun() -> None:
+    """The model says so itself, before its next step."""
+    member, ours = Member(engine(seats=1, step=0.2)), list[Any]()
+    with closing(fleet_of(member.link)) as fleet:
+        hear, fleet._heard = fleet._heard, lambda number, message: (ours.append(message), hear(number, message))[1]  # type: ignore[method-assign]
+        events = fleet.stream(asked(3, 20))
+        next(events)
+        member.link.send(Recall(1, ("2", "1")))
+        while not any(isinstance(message, Finished) for message in ours):
+            next(events)
+        events.close()
+    told = [message for message in ours if isinstance(message, Returned | Finished)]
+    assert {(type(message), message.id) for message in told[:2]} == {(Returned, "1"), (Returned, "2")}
+    assert isinstance(told[2], Finished)
+
+
+def test_a_last_worker_that_ends_with_the_last_answer_has_given_it() -> None:
+    def script(end: Connection) -> None:
+        end.send(ready(2))
+        for _ in range(2):
+            message = end.recv()
+            end.send(Finished(1, message.request.id, (Event(message.request.id, finish="stop"),), Totals(), None))
+
+    with closing(fleet_of(Scripted(script))) as fleet:
+        assert len(ends(fleet.stream(asked(2)))) == 2
+        with pytest.raises(DeviceError):
+            list(fleet.stream(asked(1)))
