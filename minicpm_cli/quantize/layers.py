@@ -17,6 +17,7 @@ from quant.scheme import Scheme, groups_for
 
 Half = Literal["attention", "mlp"]
 SHOWN = 12
+HEAD_NAME = HEAD.removesuffix(".weight")
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +129,7 @@ def _layout(cfg: ModelConfig) -> Iterator[tuple[Half, list[tuple[str, tuple[str,
 
 
 def head_layer(cfg: ModelConfig) -> Layer:
-    return Layer(HEAD.removesuffix(".weight"), cfg.vocab, cfg.hidden_size)
+    return Layer(HEAD_NAME, cfg.vocab, cfg.hidden_size)
 
 
 def packs(scheme: Scheme, layer: Layer) -> bool:
@@ -137,7 +138,10 @@ def packs(scheme: Scheme, layer: Layer) -> bool:
 
 
 def check_layers(cfg: ModelConfig, recipe: Recipe) -> list[str]:
-    """A line for every size of layer that the recipe cannot pack. Raises UsageError for patterns that name no layer."""
+    """A line for every size of layer that the recipe cannot pack, a head of its own among them.
+
+    Raises UsageError for patterns that name no layer.
+    """
     layers = linear_layers(cfg)
     if unmatched := recipe.unmatched(layer.name for layer in layers):
         raise UsageError(
@@ -150,7 +154,17 @@ def check_layers(cfg: ModelConfig, recipe: Recipe) -> list[str]:
     for layer in wanted:
         if not packs(recipe.scheme, layer):
             misfits.setdefault((layer.name.rsplit(".", 1)[1], layer.rows, layer.columns), []).append(layer)
-    return [_misfit(recipe.scheme, kind, found) for kind, found in misfits.items()]
+    lines = [_misfit(recipe.scheme, kind, len(found)) for kind, found in misfits.items()]
+    head = None if cfg.tie else misfit_of_head(cfg, recipe)
+    return [*lines, head] if head else lines
+
+
+def misfit_of_head(cfg: ModelConfig, recipe: Recipe) -> str | None:
+    """Why a head that is to be quantized cannot be packed: many vocabularies are of an odd size."""
+    layer = head_layer(cfg)
+    if recipe.head_bits == 16 or packs(recipe.head_scheme, layer):
+        return None
+    return _misfit(recipe.head_scheme, (layer.name, layer.rows, layer.columns), 1)
 
 
 def refuse_misfits(lines: list[str]) -> None:
@@ -160,16 +174,14 @@ def refuse_misfits(lines: list[str]) -> None:
         raise UsageError("some layers cannot be packed so:\n  " + "\n  ".join(lines[:SHOWN]) + more)
 
 
-def _misfit(scheme: Scheme, kind: tuple[str, int, int], found: list[Layer]) -> str:
+def _misfit(scheme: Scheme, kind: tuple[str, int, int], count: int) -> str:
     name, rows, columns = kind
-    head = f"{name} {rows}x{columns} ({len(found)} layers)"
+    head = f"{name} {rows}x{columns} ({count} layer{'s' if count > 1 else ''})"
+    without = "--head-bits 16 leaves it as it is" if name == HEAD_NAME else f"leave it out with --skip '*.{name}'"
     if scheme.divides(columns):
-        return f"{head}: its {rows} rows do not fill whole 32-bit words; leave it out with --skip '*.{name}'"
+        return f"{head}: its {rows} rows do not fill whole 32-bit words; {without}"
     allowed = [str(g) for g in groups_for(columns)] if scheme.kind == "int" else []
     if not allowed:
-        return f"{head}: {columns} inputs do not divide into groups; leave it out with --skip '*.{name}'"
+        return f"{head}: {columns} inputs do not divide into groups; {without}"
     width = "64" if scheme.kind == "nf4" else str(scheme.group)
-    return (
-        f"{head}: {columns} inputs do not divide by {width}; --group-size {', '.join(allowed)} would, "
-        f"or leave it out with --skip '*.{name}'"
-    )
+    return f"{head}: {columns} inputs do not divide by {width}; --group-size {', '.join(allowed)} would, or {without}"

@@ -14,7 +14,7 @@ from minicpm_cli.model.config import ModelConfig
 from minicpm_cli.model.lora import Adapter
 from minicpm_cli.model.shapes import EMBED, HEAD, Shape, tensor_shapes
 from minicpm_cli.quantize.folder import WorkFolder
-from minicpm_cli.quantize.layers import head_layer, packs
+from minicpm_cli.quantize.layers import head_layer, misfit_of_head
 from minicpm_cli.quantize.recipe import Recipe
 from minicpm_cli.quantize.solve import restored, rounded
 from minicpm_cli.quantize.tensors import read_tensors, written
@@ -70,8 +70,8 @@ def check_head(cfg: ModelConfig, recipe: Recipe, *, tie: bool) -> None:
             "--head-bits 8 is not possible here: the head is tied to the embedding, whose table it would change. The "
             "load option --head-bits 8 of the other commands makes an 8-bit head of its own."
         )
-    if not packs(recipe.head_scheme, head_layer(cfg)):
-        raise UsageError(f"--head-bits 8 is not possible here: {cfg.vocab} x {cfg.hidden_size} cannot be packed")
+    if misfit := misfit_of_head(cfg, recipe):
+        raise UsageError(f"--head-bits 8 is not possible here: {misfit}")
 
 
 def _settled(original: dict[str, Tensor], cfg: ModelConfig) -> bool:

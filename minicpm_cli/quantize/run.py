@@ -23,13 +23,13 @@ from minicpm_cli.quantize.ends import Kept, Window, embedder, head_of
 from minicpm_cli.quantize.folder import WorkFolder, check_target
 from minicpm_cli.quantize.layers import linear_layers, refuse_misfits
 from minicpm_cli.quantize.memory import Meter
-from minicpm_cli.quantize.outer import OUTER, Outer, read_outer
+from minicpm_cli.quantize.outer import OUTER, Outer, check_head, read_outer
 from minicpm_cli.quantize.plan import Machine, Plan, make_plan
 from minicpm_cli.quantize.recipe import Recipe
 from minicpm_cli.quantize.report import LayerReport, Measured, Peak, Quality, Report
 from minicpm_cli.quantize.samples import model_samples
 from minicpm_cli.quantize.stream import Stream
-from minicpm_cli.quantize.tensors import check_tensors, stored_bytes
+from minicpm_cli.quantize.tensors import check_tensors, holds_head, stored_bytes
 from minicpm_cli.quantize.walk import Walk, part_name
 
 CALIBRATION, ROWS = "calibration.safetensors", "ids"
@@ -99,6 +99,8 @@ class Job:
 
 def plan(job: Job) -> Plan:
     """Raises UsageError for patterns that name no layer, or a head that cannot be quantized."""
+    if job.recipe.head_bits == 8 and job.cfg.tie and not holds_head(job.path, job.cfg, job.adapter):
+        check_head(job.cfg, job.recipe, tie=True)
     held = sum(len(window.ids) for window in job.judge.windows) if job.judge else 0
     return make_plan(job.cfg, job.recipe, job.amount, held, job.machine, wide=job.wide)
 

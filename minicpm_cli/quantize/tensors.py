@@ -56,6 +56,16 @@ def check_tensors(path: Path, cfg: ModelConfig, adapter: Adapter | None = None) 
     source.finish()
 
 
+def holds_head(path: Path, cfg: ModelConfig, adapter: Adapter | None = None) -> bool:
+    """Whether the files have a head beside the embedding, which may be a copy of it."""
+    source = _opened(path, cfg, adapter)
+    names = source.names()
+    for name in names:
+        source.ignore(name)
+    source.finish()
+    return HEAD in names
+
+
 def _opened(path: Path, cfg: ModelConfig, adapter: Adapter | None) -> TensorSource:
     source = open_source(path, cfg)
     return source if adapter is None else LoraSource(source, adapter, unpack=True)

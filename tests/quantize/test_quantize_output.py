@@ -214,6 +214,7 @@ def test_a_tied_head_is_left_alone(tmp_path: Path) -> None:
     source = write_checkpoint(tmp_path / "model", "minicpm4-0.5b")
     with pytest.raises(UsageError, match="tied to the embedding"):
         quantize(job_of(source, tmp_path / "out", method="rtn", head_bits=8), silent)
+    assert not list(tmp_path.glob("out*")), "it was refused before the work began"
     quantize(job_of(source, tmp_path / "other", method="rtn"), silent)
     with safe_open(tmp_path / "other" / SINGLE, framework="pt") as file:
         names = set(file.keys())

@@ -117,6 +117,18 @@ def test_rows_must_fill_words_too() -> None:
     assert any("gate_proj 580x192" in line and "its 580 rows do not fill whole 32-bit words" in line for line in lines)
 
 
+def test_a_head_of_an_odd_size_is_told_with_the_layers() -> None:
+    """MiniCPM-2B's 122,753 tokens, in the llama format, where the head is one of its own."""
+    odd = cfg_of("minicpm5-1b", vocab_size=601)
+    (line,) = check_layers(odd, Recipe(group=32, head_bits=8))
+    assert line == (
+        "lm_head 601x192 (1 layer): its 601 rows do not fill whole 32-bit words; --head-bits 16 leaves it as it is"
+    )
+    assert check_layers(odd, Recipe(group=32)) == []
+    assert "would, or --head-bits 16 leaves" in check_layers(odd, Recipe(group=128, head_bits=8))[-1]
+    assert check_layers(cfg_of("minicpm5-1b"), Recipe(group=32, head_bits=8)) == []
+
+
 def test_a_pattern_that_names_nothing_and_one_that_names_all_are_refused() -> None:
     with pytest.raises(UsageError, match=r"--skip \*.dwn_proj names no layer"):
         check_layers(cfg_of("minicpm-2b"), Recipe(group=32, skip=("*.dwn_proj",)))
