@@ -11,7 +11,7 @@ from minicpm_cli.cli import completion
 from minicpm_cli.cli.options import OUTPUT, Flags, examples, takes
 from minicpm_cli.cli.progress import ProgressLine
 from minicpm_cli.cli.runtime import Invocation
-from minicpm_cli.cli.tables import show_records
+from minicpm_cli.cli.tables import NONE, show_records
 from minicpm_cli.disk import path_of
 
 if TYPE_CHECKING:
@@ -108,4 +108,4 @@ def _row(one: Listed) -> tuple[str, ...]:
         "yes" if one.path else "in part" if one.missing else None,
         entry.note,
     )
-    return tuple(cell or "-" for cell in cells)
+    return tuple(cell or NONE for cell in cells)

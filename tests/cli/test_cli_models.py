@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,18 @@ def test_listings_are_a_table_at_a_terminal_and_whole_in_a_narrow_one(
     assert "…" not in shown
     cells = [line[20:] for line in shown.splitlines()]
     assert deep.name in "".join("".join(cells).split())
+
+
+def test_models_are_whole_at_any_width(cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    for columns, row in (
+        ("160", r" minicpm4-0.5b +openbmb/MiniCPM4-0.5B +0.43B "),
+        ("80", r"\nminicpm4-0.5b\n  repository openbmb/MiniCPM4-0.5B, parameters 0.43B, context 32768, size 868.0"),
+        ("30", r"\nminicpm4-0.5b\n  repository *\n  openbmb/MiniCPM4-0.5B,"),
+    ):
+        monkeypatch.setenv("COLUMNS", columns)
+        shown = cli("models", tty=True).out
+        assert re.search(row, shown)
+        assert max(map(len, shown.splitlines())) <= int(columns)
 
 
 @pytest.mark.parametrize("command", ["models", "doctor", "config"])
