@@ -65,14 +65,23 @@ def ends(events: Iterator[Event]) -> dict[str, str]:
     return found
 
 
+def idle(seats: int) -> Scripted:
+    return Scripted(lambda end: (end.send(ready(seats)), end.poll(20)))
+
+
 def test_a_worker_of_many_seats_does_not_take_back_what_it_gave() -> None:
-    """What waits at it always has more room there than at one of few seats."""
-    big, small = Member(engine(64, 0.01)), Member(engine(2, 0.01))
-    with closing(fleet_of(big.link, small.link)) as fleet:
-        assert fleet.gather() == 2
-        requests = [*asked(70, 60), *asked(72)[70:]]
-        assert len(ends(fleet.stream([replace(request, ids=[0]) for request in requests]))) == 72
-    assert 1 <= big.recalled + small.recalled <= 72
+    """It has room for more ahead than one of few seats has at all, which is no reason to wait there."""
+    with closing(fleet_of(idle(64), idle(2))) as fleet:
+        fleet.gather()
+        many, few = fleet._workers
+        many.open = {request.id: request for request in asked(66)}
+        fleet._level()
+        assert many.recalled == {"64", "65"}
+        for ident in ("64", "65"):
+            assert list(fleet._heard(0, Returned(fleet._epoch, ident))) == []
+        assert list(few.open) == ["64", "65"]
+        fleet._level()
+        assert not many.recalled
 
 
 def test_a_worker_that_says_it_failed_need_not_end_before_others_take_over() -> None:
@@ -247,10 +256,7 @@ def test_an_actor_whose_worker_has_ended_says_so(monkeypatch: pytest.MonkeyPatch
 
 
 def test_what_is_on_its_way_back_is_not_called_again_nor_another_for_it() -> None:
-    few, many = (
-        Scripted(lambda end: (end.send(ready(2)), end.poll(20))),
-        Scripted(lambda end: (end.send(ready(8)), end.poll(20))),
-    )
+    few, many = idle(2), idle(8)
     with closing(fleet_of(few, many)) as fleet:
         fleet.gather()
         first, second = fleet._workers
