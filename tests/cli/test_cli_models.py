@@ -43,7 +43,7 @@ def test_models_are_whole_at_any_width(cli, monkeypatch: pytest.MonkeyPatch) -> 
         ("30", r"\nminicpm4-0.5b\n  repository *\n  openbmb/MiniCPM4-0.5B,"),
     ):
         monkeypatch.setenv("COLUMNS", columns)
-        shown = cli("models", tty=True).out
+        shown = re.sub("\x1b\\[[0-9]*m", "", cli("models", tty=True).out)
         assert re.search(row, shown)
         assert max(map(len, shown.splitlines())) <= int(columns)
 
