@@ -102,7 +102,7 @@ def serve(llm: Model, connection: Connection, outbox: Outbox) -> None:
     outbox.send(Ready(llm.info))
     while inbox.wait():
         inbox.begin()
-        asked = _Asked(inbox)
+        asked = Asked(inbox)
         with closing(llm.stream(asked.requests())) as events:
             for event in events:
                 if inbox.stopped:
@@ -111,7 +111,7 @@ def serve(llm: Model, connection: Connection, outbox: Outbox) -> None:
                     outbox.send(message)
 
 
-class _Asked:
+class Asked:
     """The requests of one stream, and what became of them."""
 
     def __init__(self, inbox: Inbox) -> None:

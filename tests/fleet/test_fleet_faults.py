@@ -20,7 +20,7 @@ from minicpm_cli.fleet import ray_link
 from minicpm_cli.fleet.fleet import Fleet
 from minicpm_cli.fleet.link import ConnectionLink
 from minicpm_cli.fleet.messages import Ask, Begun, Failed, Finished, Ready, Recall, Returned, Stop, Unsent
-from minicpm_cli.fleet.worker import Inbox, Outbox
+from minicpm_cli.fleet.worker import Asked, Inbox, Outbox
 from minicpm_cli.llm.info import LLMInfo, Totals
 from minicpm_cli.types import Event, Message, Request, SamplingParams
 
@@ -327,3 +327,40 @@ def test_a_last_worker_that_ends_with_the_last_answer_has_given_it() -> None:
         assert len(ends(fleet.stream(asked(2)))) == 2
         with pytest.raises(DeviceError):
             list(fleet.stream(asked(1)))
+
+
+def test_a_worker_that_has_given_all_back_waits_for_more() -> None:
+    """Its engine would look for requests every millisecond."""
+    ours, theirs = Pipe()
+    inbox = Inbox(theirs, FakeLLM(), Outbox(theirs))
+    ours.send(Ask(1, asked(1)[0]))
+    assert inbox.wait()
+    mine = Asked(inbox)
+    requests = mine.requests()
+    assert next(requests) == asked(1)[0]
+    assert next(requests) is None
+    assert list(mine.messages(FakeLLM(), Event("0", finish="cancelled"))) == [Returned(1, "0")]
+    assert list(requests) == []
+    ours.close()
+
+
+def test_deaths_of_one_stream_are_not_those_of_the_next() -> None:
+    count = iter(range(9))
+
+    def script(end: Connection) -> None:
+        end.send(ready(1))
+        while True:
+            message = end.recv()
+            if isinstance(message, Ask) and (number := next(count)) in (0, 1, 3):
+                return
+            if isinstance(message, Ask) and number == 2:
+                end.send(Begun(message.epoch, "0"))
+            elif isinstance(message, Ask):
+                end.send(Finished(message.epoch, "0", (Event("0", finish="stop"),), Totals(), None))
+
+    with closing(fleet_of(*(Scripted(script) for _ in range(4)))) as fleet:
+        fleet.gather()
+        events = fleet.stream(asked(1))
+        next(events)
+        events.close()
+        assert ends(fleet.stream(asked(1))) == {"0": "stop"}
