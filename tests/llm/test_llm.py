@@ -294,6 +294,11 @@ def test_a_cache_of_codes(load, kv_dtype: str) -> None:
     assert [e.finish for e in events if e.finish] == ["length", "length"]
 
 
+def test_graphs_can_be_turned_off(load) -> None:
+    assert load()._engine.scheduler.config.graphs
+    assert not load(graphs=False)._engine.scheduler.config.graphs
+
+
 def test_the_cpu_is_announced_where_it_was_not_chosen(load, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert any("no GPU" in note for note in load(device="auto").info.notes)
