@@ -98,7 +98,7 @@ def run_bench(
     for row in _measure(options.checked(), settings, err):
         print(row.to_json() if options.json else line(row), file=out, flush=True)
         if row.spread > STEADY and not settings.quiet:
-            print(unsteady(row), file=err, flush=True)
+            print(f"minicpm: {unsteady(row)}", file=err, flush=True)
         rows.append(row)
     return rows
 
@@ -116,7 +116,8 @@ def line(row: Row) -> str:
 
     An operation's: `norm, 8192 rows  3.9e+03 GB/s  (3.8e+03 to 3.9e+03, 3 runs)  92% of 4260`.
     """
-    spread = f"({min(row.runs):.4g} to {max(row.runs):.4g}, {len(row.runs)} runs)"
+    several = len(row.runs) > 1
+    spread = f"({min(row.runs):.4g} to {max(row.runs):.4g}, {len(row.runs)} runs)" if several else "(1 run)"
     if row.limit:
         part = f"{row.value / row.limit:.0%} of {row.limit:.4g}"
         return f"{row.workload:<34}{row.value:>10.4g} {row.unit:<8} {spread:<32} {part}"
@@ -160,8 +161,8 @@ def _kernels(subject: Subject, say: _Notes) -> Iterator[Row]:
 
 def _speeds(engine: str, options: BenchOptions, subject: Subject, settings: Settings, say: _Notes) -> Iterator[Row]:
     """The rows of one engine; its model is freed at the end, before the next one is loaded."""
-    say(f"loading {subject.name} for {engine}")
     ours = engine == "ours"
+    say(f"loading {subject.name}" if ours else f"loading {subject.name} for {engine}")
     setting = subject.setting(options.devices) if ours else subject.peer_setting(engine)
     with _runner(options, subject, settings, ours=ours) as runner:
         for workload in options.speeds:
@@ -189,4 +190,4 @@ class _Notes:
 
     def __call__(self, text: str) -> None:
         if not self._quiet:
-            print(text, file=self._err, flush=True)
+            print(f"minicpm: {text}", file=self._err, flush=True)

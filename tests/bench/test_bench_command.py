@@ -90,6 +90,7 @@ SETTING = Setting("Some CPU", 2, None, {}, None, "2026-11-30", "demo", "Q4_1")
 def test_a_line_has_value_spread_and_place() -> None:
     written = " ".join(line(Row(SETTING, "decode", (61.2, 60.8, 61.93), "tok/s")).split())
     assert written == "decode 61.2 tok/s (60.8 to 61.93, 3 runs) demo Q4_1 minicpm-cli on Some CPU, 2 threads"
+    assert " tok/s  (1 run)  " in line(Row(SETTING, "throughput", (61.2,), "tok/s"))
 
 
 class Fixed:
@@ -130,6 +131,10 @@ def test_both_engines_give_rows_of_json(monkeypatch: pytest.MonkeyPatch) -> None
     rows = read_rows(out)
     assert [(row.setting.engine, row.value) for row in rows] == [("minicpm-cli", 2000.0), ("transformers", 2000.0)]
     assert "differ" not in err
+    assert [text for text in err.splitlines() if "loading" in text] == [
+        "minicpm: loading demo",
+        "minicpm: loading demo for transformers",
+    ]
 
 
 def test_the_hosts_time_is_a_row_where_it_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
