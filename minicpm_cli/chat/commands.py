@@ -27,9 +27,9 @@ _HABITS: Mapping[str, str] = MappingProxyType(
     }
 )  # names that other programs have for the same
 _KEYS = (
-    "Enter sends; Alt-Enter or a \\ at the end begins a new line; Tab completes; Up and Ctrl-R find what was typed "
-    "before; Ctrl-G opens $EDITOR; Ctrl-C stops a reply; //text is a question that begins with /. From other programs, "
-    "these work, too: /? /bye /quit /clear /regen /read /show."
+    'Enter sends; Alt-Enter or a \\ at the end begins a new line, as does Enter between """ and """; Tab completes; Up '
+    "and Ctrl-R find what was typed before; Ctrl-G opens $EDITOR; Ctrl-C stops a reply; //text is a question that "
+    "begins with /. From other programs, these work, too: /? /bye /quit /clear /regen /read /show."
 )
 
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from prompt_toolkit.history import FileHistory
     from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
+_QUOTES = '"""'  # as in Ollama's chat: what stands between them may have many lines
 _CHOICES: Mapping[str, Choice] = MappingProxyType({"y": "drop", "a": "always", "n": "stop", "": "stop"})
 
 
@@ -76,9 +77,9 @@ class DumbLines:
 
     def read(self, draft: str = "") -> str:
         text = draft or self._line("> ")
-        while text.endswith("\\"):
-            text = f"{text[:-1]}\n{self._line('  ')}"
-        return text
+        while (more := text.endswith("\\")) or _is_open(text):
+            text = f"{text[:-1] if more else text}\n{self._line('  ')}"
+        return _unquoted(text)
 
     def choose(self, excess: Excess) -> Choice:
         with echoed():
@@ -98,7 +99,7 @@ class DumbLines:
 
 
 class TypedLines:
-    """prompt_toolkit's line editor: Enter sends, Alt-Enter or a trailing backslash begins a new line."""
+    """prompt_toolkit's line editor: Enter sends, Alt-Enter, a trailing backslash or an open quote begins a new line."""
 
     typed = True
 
@@ -107,13 +108,26 @@ class TypedLines:
         self._session = _session(chat, history)
 
     def read(self, draft: str = "") -> str:
-        return unicode(self._session.prompt("> ", default=draft))
+        return _unquoted(unicode(self._session.prompt("> ", default=draft)))
 
     def choose(self, excess: Excess) -> Choice:
         from prompt_toolkit import PromptSession
 
         asked = PromptSession[str](output=self._session.app.output, input=self._session.app.input)
         return _chosen(self._terminal, excess, asked.prompt)
+
+
+def _is_open(text: str) -> bool:
+    return text.startswith(_QUOTES) and text.count(_QUOTES) == 1
+
+
+def _unquoted(text: str) -> str:
+    """What stands between the quotes is never a command."""
+    whole = text.rstrip()
+    if text.count(_QUOTES) != 2 or not (whole.startswith(_QUOTES) and whole.endswith(_QUOTES)):
+        return text
+    inside = whole[len(_QUOTES) : -len(_QUOTES)].strip("\n")
+    return f"/{inside}" if inside.startswith("/") else inside
 
 
 def _chosen(terminal: Terminal, excess: Excess, ask: Callable[[str], str]) -> Choice:
@@ -187,6 +201,8 @@ def _keys() -> KeyBindings:
         buffer = event.current_buffer
         if buffer.document.char_before_cursor == "\\":
             buffer.delete_before_cursor()
+            buffer.insert_text("\n")
+        elif _is_open(buffer.text):
             buffer.insert_text("\n")
         else:
             buffer.validate_and_handle()

@@ -122,6 +122,21 @@ def test_tab_completes_what_a_command_takes(run: Start, tmp_path: Path) -> None:
     assert leave(child) == 0
 
 
+@pytest.mark.parametrize(("term", "prompt"), [("xterm", PROMPT), ("dumb", "> ")], ids=["xterm", "dumb"])
+def test_three_quotes_hold_many_lines(run: Start, tmp_path: Path, term: str, prompt: str) -> None:
+    child = run("--plain", TERM=term, prompt=prompt)
+    for typed, answer in (
+        ('"""one\rtwo\r"""', "You said: one"),
+        ('"""a""" and """b', 'You said: """a""" and'),
+        ('"""/undo"""', "You said: /undo"),
+    ):
+        child.send(f"{typed}\r")
+        child.expect(answer)
+        child.expect(prompt)
+    assert leave(child) == 0
+    assert said(tmp_path)[::2] == ["one\ntwo", '"""a""" and """b', "/undo"]
+
+
 def test_an_editor_for_questions_and_replies(run: Start, tmp_path: Path, editor: Editor) -> None:
     editor("", "from\nthe editor\n")
     command = os.environ["EDITOR"]
