@@ -20,6 +20,7 @@ from minicpm_cli.errors import MinicpmError
 from minicpm_cli.fleet.messages import Ask, Failed, FromWorker, Order, ToWorker, Unsent
 
 _SECONDS = 10.0  # for a worker to end by itself
+# With our path: in the folder that a user is in, random.py may be anything.
 _PROGRAM = "import sys; sys.path[:] = sys.argv[2:]; from minicpm_cli.fleet.worker import main; main(int(sys.argv[1]))"
 
 
@@ -104,8 +105,7 @@ class ProcessLink(ConnectionLink):
     def __init__(self, order: Order) -> None:
         ours, theirs = Pipe()
         number = theirs.fileno()
-        # -P and our path: in the folder that a user is in, random.py may be anything
-        command = [sys.executable, "-P", "-c", _PROGRAM, str(number), *sys.path]
+        command = [sys.executable, "-c", _PROGRAM, str(number), *sys.path]
         with _uninterrupted():
             self._process = subprocess.Popen(
                 command, pass_fds=[number], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL

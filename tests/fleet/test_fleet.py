@@ -81,6 +81,7 @@ def test_all_are_answered_once_and_both_work() -> None:
     with closing(workers.fleet):
         assert answers(workers.fleet.stream(requests)) == expected(requests)
         assert sum(len(llm.seen) for llm in workers.llms) == 40
+        assert workers.fleet.totals.generated_tokens == sum(llm.totals.generated_tokens for llm in workers.llms) > 40
         assert min(len(llm.seen) for llm in workers.llms) > 5
         assert workers.fleet.info.max_seqs == 8
 

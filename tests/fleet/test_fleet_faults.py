@@ -114,6 +114,8 @@ def test_what_cannot_be_read_of_a_worker_is_its_end() -> None:
     with closing(fleet_of(broken, other.link, said=said)) as fleet:
         fleet.gather()
         assert len(ends(fleet.stream(asked(8)))) == 8
+        broken.thread.join(5)
+        assert not broken.thread.is_alive(), "nobody told it that it is not wanted any more"
     assert "cannot be read" in said[0]
 
 
@@ -364,3 +366,17 @@ def test_deaths_of_one_stream_are_not_those_of_the_next() -> None:
         next(events)
         events.close()
         assert ends(fleet.stream(asked(1))) == {"0": "stop"}
+
+
+def test_a_beginning_that_is_known_is_no_reason_to_wait_where_another_has_a_seat() -> None:
+    with closing(fleet_of(idle(16), idle(16))) as fleet:
+        fleet.gather()
+        request = asked(1)[0]
+        known, other = fleet._workers
+        assert fleet._place(request) == 0
+        known.open = {request.id: request for request in asked(12)}
+        assert fleet._place(request) == 0, "it has a seat"
+        known.open = {request.id: request for request in asked(16)}
+        other.open = {request.id: request for request in asked(15)}
+        assert (known.room, other.room) == (2, 3)
+        assert fleet._place(request) == 1
