@@ -374,7 +374,7 @@ def test_a_beginning_that_is_known_is_no_reason_to_wait_where_another_has_a_seat
         request = asked(1)[0]
         known, other = fleet._workers
         assert fleet._place(request) == 0
-        known.open = {request.id: request for request in asked(12)}
+        known.open = {request.id: request for request in asked(6)}
         assert fleet._place(request) == 0, "it has a seat"
         known.open = {request.id: request for request in asked(16)}
         other.open = {request.id: request for request in asked(15)}
