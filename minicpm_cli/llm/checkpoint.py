@@ -17,6 +17,7 @@ from minicpm_cli.model.gguf_names import huggingface_names
 from minicpm_cli.model.load_scheme import AS_STORED, LoadScheme, weight_bits, weight_bytes
 from minicpm_cli.model.lora import Adapter
 from minicpm_cli.model.quant_config import QuantConfig, read_config
+from minicpm_cli.model.quant_marks import check_marks
 from minicpm_cli.model.safetensors_header import FLOATS, Entry, all_entries
 from minicpm_cli.model.shapes import EMBED, HEAD, is_absorbed, is_linear
 from minicpm_cli.model.shards import safetensors_files
@@ -144,8 +145,11 @@ class Checkpoint:
         return self.adapter is not None and self.adapter.unties and "output.weight" not in header.tensors
 
     def _plain(self) -> frozenset[str]:
-        """Matrices of a quantized folder that are plain in memory."""
-        stored = frozenset(n for n, e in self._entries().items() if e.dtype in FLOATS)
+        """Matrices of a quantized folder that are plain in memory. Raises WeightsError if none are packed in fact."""
+        entries = self._entries()
+        if entries:
+            check_marks(self._quant, entries, self.path)
+        stored = frozenset(n for n, e in entries.items() if e.dtype in FLOATS)
         return stored | (self.adapter.unpacked if self.adapter else frozenset())
 
     def stored(self) -> dict[str, int]:

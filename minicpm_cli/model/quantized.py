@@ -1,28 +1,12 @@
-"""Holds what a checkpoint says of its packing against what its files hold, and opens it accordingly."""
+"""Opens the tensors of a folder as its config says that they are packed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import MappingProxyType
 
-from minicpm_cli.errors import WeightsError
 from minicpm_cli.model.quant_config import read_config
+from minicpm_cli.model.quant_marks import check_marks
 from minicpm_cli.model.quantized_source import FileSource, QuantizedSource
-
-# Endings of tensor names that only quantizers write, and the methods that write them.
-MARKS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        ".qweight": ("gptq", "awq"),
-        ".weight.quant_state.bitsandbytes__nf4": ("bitsandbytes",),
-        ".weight.quant_state.bitsandbytes__fp4": ("bitsandbytes",),
-        ".weight.absmax": ("bitsandbytes",),
-        ".SCB": ("bitsandbytes",),
-        ".weight_packed": ("compressed-tensors",),
-        ".weight_scale": ("compressed-tensors", "fp8"),
-        ".weight_scale_inv": ("fp8",),
-    }
-)
 
 
 def open_quantized(source: FileSource, folder: Path, gptq_format: str | None = None) -> QuantizedSource | FileSource:
@@ -31,28 +15,6 @@ def open_quantized(source: FileSource, folder: Path, gptq_format: str | None = N
     `gptq_format` (v1, v2) overrules what the checkpoint says of its zero points. Raises WeightsError where the
     config and the files disagree, UnsupportedModel for packings that are not read.
     """
-    config, found = read_config(folder, gptq_format), _found(source.names())
-    if config is None and found is None:
-        return source
-    if config is None:
-        raise WeightsError(
-            f"{folder} holds quantized tensors ({' or '.join(found or ())}), but config.json has no "
-            "quantization_config and there is no quantize_config.json. Fetch the config files of the quantized model."
-        )
-    if found is None:
-        raise WeightsError(
-            f"{config.origin} says that the weights are quantized ({config.name}), but the files hold plain tensors. "
-            "Fetch the quantized files, or remove quantization_config."
-        )
-    if config.method not in found:
-        raise WeightsError(
-            f"{config.origin} says that the weights are quantized with {config.method}, but the files hold tensors of "
-            f"{' or '.join(found)}: they belong to different models"
-        )
-    return QuantizedSource(source, config)
-
-
-def _found(names: Iterable[str]) -> tuple[str, ...] | None:
-    endings = tuple(MARKS)
-    name = next((n for n in names if n.endswith(endings)), None)
-    return None if name is None else next(methods for mark, methods in MARKS.items() if name.endswith(mark))
+    config = read_config(folder, gptq_format)
+    check_marks(config, source.names(), folder)
+    return source if config is None else QuantizedSource(source, config)

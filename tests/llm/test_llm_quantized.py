@@ -13,7 +13,7 @@ from checkpoints import write_checkpoint
 from minicpm_cli.bench.subject import open_subject
 from minicpm_cli.cli import exit_code
 from minicpm_cli.cli.runtime import Runtime
-from minicpm_cli.errors import UsageError
+from minicpm_cli.errors import UsageError, WeightsError
 from minicpm_cli.llm.checkpoint import Checkpoint
 from minicpm_cli.settings import LoadOptions, Settings
 
@@ -100,6 +100,14 @@ def test_a_damaged_file_is_3(minicpm, folders, tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1024])
     code, _, err = minicpm("run", "-m", str(tmp_path / "torn"), "hello")
     assert (code, "model.safetensors: expects" in err) == (3, True), err
+
+
+def test_a_plan_does_not_believe_a_config_that_the_files_refute(tmp_path: Path) -> None:
+    """From the headers alone: nothing that will not load is said to fit."""
+    folder = write_checkpoint(tmp_path / "m", "minicpm5-1b", fmt="safetensors")
+    set_config(folder, quantization_config=RECIPES["gptq"].config)
+    with pytest.raises(WeightsError, match="but the files hold plain tensors"):
+        Checkpoint.read(folder).weight_bytes(2)
 
 
 def test_the_plan_knows_what_is_packed(folders) -> None:

@@ -24,6 +24,7 @@ PLANNING = [
     "minicpm_cli.model.gguf",
     "minicpm_cli.model.load_scheme",
     "minicpm_cli.model.quant_config",
+    "minicpm_cli.model.quant_marks",
     "minicpm_cli.model.shapes",
     "minicpm_cli.llm.checkpoint",
     "minicpm_cli.llm.info",
