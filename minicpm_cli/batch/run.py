@@ -120,10 +120,11 @@ class _Run:
                 self._progress.say(line)
 
     def _kept(self) -> str:
-        said = f"Stopped after {count_of(self.counts.finished - self._out.held)}"
+        kept = self.counts.finished - self._out.held
+        said = f"Stopped after {count_of(kept)}" if kept else "Stopped before a row was finished"
         if self._job.journal is None:
             return f"{said}."
-        said += f"; they are kept in {self._options.output}."
+        said += f"; {'it is' if kept == 1 else 'they are'} kept in {self._options.output}." if kept else "."
         if self._out.held:
             said += f" {self._out.held:,} more waited for the rows before them and will be run again."
         return f"{said} Run the same command again to go on."

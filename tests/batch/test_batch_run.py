@@ -546,18 +546,24 @@ def test_order_window_holds_back_the_source(source: Path, out: Path, monkeypatch
     assert [r["id"] for r in rows(out)] == [p["id"] for p in prompts(20)]
 
 
-def test_a_stopped_run_says_what_is_kept(source: Path, out: Path) -> None:
+@pytest.mark.parametrize(
+    ("slow", "kept", "said"),
+    [
+        ("3", 2, r"Stopped after 2 rows; they are kept in .* \d more waited for the rows before them"),
+        ("2", 1, r"Stopped after 1 row; it is kept in .* \d more waited for the rows before them"),
+        ("1", 0, r"Stopped before a row was finished\. \d more waited for the rows before them"),
+    ],
+)
+def test_a_stopped_run_says_what_is_kept(source: Path, out: Path, slow: str, kept: int, said: str) -> None:
     class Stopped(FakeLLM):
         def _events(self, request: Request) -> Any:
             if request.id == "9":
                 raise KeyboardInterrupt
             return super()._events(request)
 
-    slow_third = Stopped(answer=lambda r: "w " * (100 if r.id == "3" else 1))
-    match = r"Stopped after 2 rows; they are kept in .* \d more waited for the rows before them"
-    with pytest.raises(Interrupted, match=match):
-        run(source, out, slow_third, ordered=True)
-    assert len(rows(out)) == 2
+    with pytest.raises(Interrupted, match=said):
+        run(source, out, Stopped(answer=lambda r: "w " * (100 if r.id == slow else 1)), ordered=True)
+    assert len(rows(out)) == kept
 
 
 # ---- size ---------------------------------------------------------------------------------------------------------
