@@ -21,12 +21,14 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from minicpm_cli.errors import MinicpmError
 from minicpm_cli.server import asked as given
 from minicpm_cli.server.answer import Answer, Form
+from minicpm_cli.server.documented import ERRORS, NO_MODEL, STREAM
 from minicpm_cli.server.drain import Drain
 from minicpm_cli.server.engine_thread import EngineThread
 from minicpm_cli.server.faults import FAILED, Fault, Refused, fault_of, invalid, refused
 from minicpm_cli.server.guard import Guard
 from minicpm_cli.server.loop import Engine, EngineLoop
 from minicpm_cli.server.metrics import Metrics
+from minicpm_cli.server.responses import add_responses
 from minicpm_cli.server.schema import (
     ChatRequest,
     CompletionRequest,
@@ -47,17 +49,6 @@ from minicpm_cli.types import Request, SamplingParams
 
 _OWNER = "minicpm-cli"  # whoever serves it: what the model is may be anybody's
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-_ERRORS: dict[int | str, dict[str, Any]] = {
-    400: {"model": ErrorBody, "description": "The request is wrong."},
-    401: {"model": ErrorBody, "description": "The key is missing or wrong."},
-    413: {"model": ErrorBody, "description": "The body is too large."},
-    429: {"model": ErrorBody, "description": "The queue is full; Retry-After says when to come again."},
-    503: {"model": ErrorBody, "description": "The server is stopping, or its engine has failed."},
-}
-_NO_MODEL: dict[int | str, dict[str, Any]] = {404: {"model": ErrorBody, "description": "There is no such model."}}
-_STREAM: dict[int | str, dict[str, Any]] = {
-    200: {"content": {"application/json": {}, "text/event-stream": {}}, "description": "The answer, or its pieces."}
-}
 
 
 @dataclass
@@ -88,15 +79,15 @@ class Service:
                 404, f"The model `{name}` does not exist; this server has {known}.", "model_not_found", "model"
             )
 
-    def head(self, kind: str) -> Head:
-        return Head(f"{kind}-{secrets.token_hex(12)}", int(time.time()), self.names[0])
+    def head(self, prefix: str) -> Head:
+        return Head(f"{prefix}{secrets.token_hex(12)}", int(time.time()), self.names[0])
 
-    def check(self, asked: Sampling) -> None:
-        """Before anything is made of a request."""
-        self.check_model(asked.model)
+    def check(self, model: str | None, count: int = 1) -> None:
+        """Before anything is made of a request for `count` answers."""
+        self.check_model(model)
         if self.engine.dead:
             raise Refused(FAILED)
-        self.engine.check_room(asked.n or 1)
+        self.engine.check_room(count)
 
     async def encoded(self, request: Request) -> Request:
         """With its tokens, which are made in another thread. Raises Refused for whatever that finds."""
@@ -130,6 +121,7 @@ def build_app(service: Service) -> FastAPI:
     )
     _chat(app, service)
     _completions(app, service)
+    add_responses(app, service)
     _tokens(app, service)
     _models(app, service)
     _watching(app, service)
@@ -146,23 +138,23 @@ def build_app(service: Service) -> FastAPI:
 
 
 def _chat(app: FastAPI, service: Service) -> None:
-    @app.post(CHAT, responses={**_ERRORS, **_NO_MODEL, **_STREAM}, response_model=None)
+    @app.post(CHAT, responses={**ERRORS, **NO_MODEL, **STREAM}, response_model=None)
     async def chat_completions(asked: ChatRequest) -> Response:
         """Answers a conversation."""
-        service.check(asked)
+        service.check(asked.model, asked.n or 1)
         params = given.chat_params(asked, service.defaults)
-        head = service.head("chatcmpl")
+        head = service.head("chatcmpl-")
         prompt = await service.encoded(given.chat_prompt(head.id, asked, params))
         shape = ChatShape(head, service.llm.token_bytes, params.logprobs is not None)
         return service.answer(given.choices(head.id, [prompt], asked.n or 1), asked, shape)
 
 
 def _completions(app: FastAPI, service: Service) -> None:
-    @app.post(COMPLETIONS, responses={**_ERRORS, **_NO_MODEL, **_STREAM}, response_model=None)
+    @app.post(COMPLETIONS, responses={**ERRORS, **NO_MODEL, **STREAM}, response_model=None)
     async def completions(asked: CompletionRequest) -> Response:
         """Goes on with a text, or with each of several."""
-        service.check(asked)
-        params, head, count = given.completion_params(asked, service.defaults), service.head("cmpl"), asked.n or 1
+        service.check(asked.model, asked.n or 1)
+        params, head, count = given.completion_params(asked, service.defaults), service.head("cmpl-"), asked.n or 1
         texts = given.prompts_of(asked)
         service.engine.check_room(len(texts) * count)
         prompts = [await service.encoded(_raw(head.id, text, params)) for text in texts]
@@ -184,7 +176,7 @@ def _echoed(service: Service, prompt: str | list[int]) -> str:
 
 
 def _tokens(app: FastAPI, service: Service) -> None:
-    @app.post("/tokenize", responses={**_ERRORS, **_NO_MODEL})
+    @app.post("/tokenize", responses={**ERRORS, **NO_MODEL})
     async def tokenize(asked: TokenizeRequest) -> Tokens:
         """The tokens of a text, or of a conversation as the model would read it."""
         service.check_model(asked.model)
@@ -195,7 +187,7 @@ def _tokens(app: FastAPI, service: Service) -> None:
         shown = texts if asked.return_token_strs else None
         return Tokens(count=len(ids), max_model_len=service.llm.info.context, tokens=ids, token_strs=shown)
 
-    @app.post("/detokenize", responses={**_ERRORS, **_NO_MODEL})
+    @app.post("/detokenize", responses={**ERRORS, **NO_MODEL})
     async def detokenize(asked: DetokenizeRequest) -> Detokenized:
         """The text of tokens."""
         service.check_model(asked.model)
@@ -214,17 +206,17 @@ def _models(app: FastAPI, service: Service) -> None:
     def model(name: str) -> Model:
         return Model(id=name, created=service.created, owned_by=_OWNER, max_model_len=service.llm.info.context)
 
-    @app.get("/v1/models", responses={401: _ERRORS[401]})
+    @app.get("/v1/models", responses={401: ERRORS[401]})
     async def models() -> Models:
         """What this server has: one model, by each of its names."""
         return Models(data=[model(name) for name in service.names])
 
-    @app.get("/v1/models/{name:path}", responses={401: _ERRORS[401], **_NO_MODEL})
+    @app.get("/v1/models/{name:path}", responses={401: ERRORS[401], **NO_MODEL})
     async def one_model(name: str) -> Model:
         service.check_model(name)
         return model(name)
 
-    @app.post("/v1/embeddings", responses={**_ERRORS, **_NO_MODEL}, status_code=404, response_model=ErrorBody)
+    @app.post("/v1/embeddings", responses={**ERRORS, **NO_MODEL}, status_code=404, response_model=ErrorBody)
     async def embeddings() -> Response:
         """This family makes none."""
         raise refused(404, f"The model `{service.names[0]}` makes no embeddings.", "model_not_found", "model")
@@ -238,7 +230,7 @@ def _watching(app: FastAPI, service: Service) -> None:
             return JSONResponse({"status": "failed"}, 503)
         return JSONResponse({"status": "draining"}, 503) if service.drain.begun else JSONResponse({"status": "ok"})
 
-    @app.get("/metrics", response_class=PlainTextResponse, responses={401: _ERRORS[401]})
+    @app.get("/metrics", response_class=PlainTextResponse, responses={401: ERRORS[401]})
     async def metrics() -> str:
         """For Prometheus."""
         return service.metrics.text(service.engine)

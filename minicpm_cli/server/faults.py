@@ -76,7 +76,7 @@ def invalid(errors: list[Any]) -> Fault:
     """What pydantic found, in one sentence that names the field."""
     if not errors:
         return Fault(400, "the request is invalid")
-    worst = max(errors, key=lambda e: (e.get("type") == "extra_forbidden", len(e.get("loc", ()))))
+    worst = max(errors, key=_weight)
     param = _place(worst.get("loc", ()))
     if worst.get("type") == "extra_forbidden":
         return Fault(400, f"Unrecognized request argument supplied: {param}", "unknown_parameter", param)
@@ -88,6 +88,12 @@ def invalid(errors: list[Any]) -> Fault:
     missing = worst.get("type") == "missing"
     message = f"{param} is missing" if missing else f"{param}: {_lower(str(worst.get('msg', 'invalid')))}"
     return Fault(400, message, "missing_parameter" if missing else "invalid_value", param)
+
+
+def _weight(error: Any) -> tuple[bool, int, bool]:
+    """The innermost says most; and of two kinds that a value may be, not the one that it is none of."""
+    kind = str(error.get("type"))
+    return kind == "extra_forbidden", len(error.get("loc", ())), not kind.endswith("_type")
 
 
 def _place(loc: tuple[Any, ...]) -> str:

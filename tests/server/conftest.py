@@ -32,13 +32,15 @@ class Running:
     url: str
     thread: threading.Thread
     said: list[str] = field(default_factory=list)
+    clients: list[OpenAI] = field(default_factory=list)
 
     @property
     def port(self) -> int:
         return int(self.url.rsplit(":", 1)[1])
 
     def client(self, key: str = "unused") -> OpenAI:
-        return OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=20)
+        self.clients.append(OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=20))
+        return self.clients[-1]
 
     def call(self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> Answered:
         """`body` as JSON, or as it is if it is bytes."""
@@ -58,6 +60,8 @@ class Running:
         return self.post("/v1/chat/completions", {"messages": [{"role": "user", "content": text}], **more})
 
     def stop(self) -> None:
+        for client in self.clients:
+            client.close()
         self.serving.should_exit = True
         self.thread.join(20)
         assert not self.thread.is_alive()
