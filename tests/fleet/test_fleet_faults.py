@@ -273,6 +273,9 @@ def test_what_is_on_its_way_back_is_not_called_again_nor_another_for_it() -> Non
         for _ in range(3):
             fleet._level()
         assert [message.ids for message in sent] == [("2",), ("7", "6", "5")], "four seats are free there"
+        del second.open["8"]
+        fleet._level()
+        assert sent[-1].ids == ("4",)
 
 
 def test_what_an_earlier_stream_gets_back_is_no_answer_in_this_one() -> None:
@@ -290,15 +293,16 @@ def test_what_an_earlier_stream_gets_back_is_no_answer_in_this_one() -> None:
                 end.send(Finished(1, message.request.id, (Event("0", "old", finish="stop"),), Totals(), None))
                 end.send(Unsent(1, message.request.id, MinicpmError("old")))
                 end.send(Finished(2, message.request.id, (Event("0", "new", finish="stop"),), Totals(), None))
-                return
-            if isinstance(message, Ask):
+            elif isinstance(message, Ask):
                 end.send(Begun(1, message.request.id))
 
-    with closing(fleet_of(Scripted(script))) as fleet:
+    worker = Scripted(script)
+    with closing(fleet_of(worker)) as fleet:
         events = fleet.stream(asked(1))
         next(events)
         events.close()
         assert [event.text for event in fleet.stream(asked(1))] == ["new"]
+    worker.thread.join(5)
     assert [type(message) for message in told] == [Ask, Stop, Ask]
 
 
