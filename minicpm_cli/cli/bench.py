@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from minicpm_cli.cli import completion
 from minicpm_cli.cli.fleet import crew
 from minicpm_cli.cli.options import LOAD, MODEL, OUTPUT, SERVER, Flags, examples, takes
 from minicpm_cli.cli.runtime import Invocation
@@ -30,10 +31,16 @@ def register(app: typer.Typer) -> None:
 @takes(MODEL, LOAD, SERVER, OUTPUT)
 def bench(
     context: typer.Context,
-    workloads: Annotated[list[str] | None, typer.Argument(help=f"{_WORKLOADS}; none: those up to batch64.")] = None,
+    workloads: Annotated[
+        list[str] | None,
+        typer.Argument(help=f"{_WORKLOADS}; none: those up to batch64.", autocompletion=completion.workloads),
+    ] = None,
     *,
     shape: Annotated[
-        str | None, typer.Option(help="A family member's shape with random weights.", metavar="NAME")
+        str | None,
+        typer.Option(
+            help="A family member's shape with random weights.", metavar="NAME", autocompletion=completion.shapes
+        ),
     ] = None,
     repeats: Annotated[int, typer.Option(help="Times each is measured.", metavar="N")] = 3,
     against: Annotated[

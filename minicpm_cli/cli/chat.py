@@ -38,7 +38,13 @@ def chat(
         ),
     ] = None,
     overflow: Annotated[
-        str, typer.Option(help="When the context is full: stop, or drop-oldest.", metavar="WHAT", show_default=False)
+        str,
+        typer.Option(
+            help="When the context is full: stop, or drop-oldest.",
+            metavar="WHAT",
+            show_default=False,
+            autocompletion=completion.words("stop", "drop-oldest"),
+        ),
     ] = "stop",
     again: Annotated[
         str | None,

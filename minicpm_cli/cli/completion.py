@@ -66,10 +66,10 @@ def for_setting(name: str) -> Complete | None:
     if name == PROFILE:
         return profiles
     choices = ENTRIES[name].choices if name in ENTRIES else ()
-    return _words(choices) if choices else None
+    return words(*choices) if choices else None
 
 
-def _words(choices: Iterable[str]) -> Complete:
+def words(*choices: str) -> Complete:
     def complete(incomplete: str) -> list[Offer]:
         return _fitting([(choice, "") for choice in choices], incomplete)
 
@@ -81,6 +81,24 @@ def models(incomplete: str) -> list[Offer]:
     from minicpm_cli.hub.catalog import CATALOG
 
     return _fitting([(entry.alias, entry.repo or entry.note) for entry in CATALOG], incomplete)
+
+
+def workloads(incomplete: str) -> list[Offer]:
+    from minicpm_cli.bench.command import CHOICES
+
+    return words(*CHOICES)(incomplete)
+
+
+def shapes(incomplete: str) -> list[Offer]:
+    from minicpm_cli.bench.shapes import SHAPES
+
+    return words(*SHAPES)(incomplete)
+
+
+def methods(incomplete: str) -> list[Offer]:
+    from minicpm_cli.quantize.recipe import METHODS
+
+    return words(*METHODS)(incomplete)
 
 
 def profiles(incomplete: str) -> list[Offer]:

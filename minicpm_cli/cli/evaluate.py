@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from minicpm_cli.chat.attach import decode, read_text
+from minicpm_cli.cli import completion
 from minicpm_cli.cli.opening import DEMO
 from minicpm_cli.cli.options import LOAD, MODEL, OUTPUT, Flags, examples, takes
 from minicpm_cli.cli.progress import ProgressLine
@@ -36,14 +37,21 @@ def register(app: typer.Typer) -> None:
 @takes(MODEL, LOAD, OUTPUT)
 def evaluate(
     context: typer.Context,
-    subject: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="The same as --model.")] = None,
+    subject: Annotated[
+        str | None,
+        typer.Argument(metavar="[MODEL]", help="The same as --model.", autocompletion=completion.models),
+    ] = None,
     *,
     text: Annotated[
         str | None, typer.Option(help="Text to predict, - is stdin; none: a built-in one.", metavar="FILE")
     ] = None,
     against: Annotated[
         str | None,
-        typer.Option(help="Compare with this model as it is stored: KL divergence, agreement.", metavar="MODEL"),
+        typer.Option(
+            help="Compare with this model as it is stored: KL divergence, agreement.",
+            metavar="MODEL",
+            autocompletion=completion.models,
+        ),
     ] = None,
     window: Annotated[
         int | None, typer.Option(help="Tokens read at once; unset: 2048, or the context.", metavar="N")

@@ -47,7 +47,9 @@ def quantize(
     ],
     out: Annotated[str, typer.Argument(metavar="OUT", help="The folder to write; it must not exist, or be empty.")],
     *,
-    method: Annotated[str, typer.Option(help="gptq, rtn, nf4, int8 or fp8.", metavar="NAME")] = "gptq",
+    method: Annotated[
+        str, typer.Option(help="gptq, rtn, nf4, int8 or fp8.", metavar="NAME", autocompletion=completion.methods)
+    ] = "gptq",
     bits: Annotated[int, typer.Option(help="4 or 8, of gptq and rtn.", metavar="N")] = 4,
     group_size: Annotated[int, typer.Option(help="Weights that share a scale; -1: a row.", metavar="N")] = 64,
     asym: Annotated[bool, typer.Option("--asym", help="Zero points: better, read by fewer programs.")] = False,

@@ -13,9 +13,12 @@ from pathlib import Path
 import pexpect
 import pytest
 
+from minicpm_cli.bench.command import CHOICES
+from minicpm_cli.chat.overflow import OVERFLOWS
 from minicpm_cli.cli.assignments import rejoined
 from minicpm_cli.cli.options import LOAD, LOGPROBS, LOOKUP, MODEL, OUTPUT, SAMPLING
 from minicpm_cli.hub.catalog import CATALOG
+from minicpm_cli.quantize.recipe import METHODS
 from minicpm_cli.settings_table import ENTRIES
 
 SCRIPTS = {
@@ -49,7 +52,8 @@ def test_commands_and_options(offered) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["run -m", "run --model", "chat -m", "batch -m", "config set model", "pull", "plan"]
+    "command",
+    ["run -m", "run --model", "chat -m", "batch -m", "config set model", "pull", "plan", "eval", "eval --against"],
 )
 def test_aliases_of_models(offered, command: str) -> None:
     assert offered(f"minicpm {command} ") == [entry.alias for entry in CATALOG]
@@ -74,6 +78,20 @@ def test_what_an_option_may_be(offered, option: str, words: str) -> None:
     assert offered(f"minicpm run {option} ") == words.split()
     name = option.removeprefix("--").replace("-", "_")
     assert offered(f"minicpm config set {name} ") == words.split()
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("quantize a b --method ", METHODS),
+        ("chat --overflow ", OVERFLOWS),
+        ("bench ", CHOICES),
+        ("bench decode ttft1", ("ttft128",)),
+        ("bench --shape minicpm4", ("minicpm4-0.5b", "minicpm4-8b")),
+    ],
+)
+def test_words_of_one_command(offered, line: str, words: tuple[str, ...]) -> None:
+    assert offered(f"minicpm {line}") == list(words)
 
 
 def test_every_word_that_is_offered_is_allowed() -> None:
