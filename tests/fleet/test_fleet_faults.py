@@ -107,7 +107,8 @@ def test_what_cannot_be_read_of_a_worker_is_its_end() -> None:
         end.send(ready())
         end.recv()
         end.send_bytes(b"no pickle")
-        end.recv()  # until the fleet hangs up
+        while True:
+            end.recv()  # until the fleet hangs up
 
     said, other = list[str](), Member(engine(step=0.01))
     broken = Scripted(script)
