@@ -91,6 +91,16 @@ def test_a_window_that_cuts_its_rows_repeats_nothing(name: str) -> None:
     assert len(found) >= 290
 
 
+@pytest.mark.parametrize("columns", [120, 100, 60])
+def test_a_window_that_changes_behind_a_long_word_halves_no_other(columns: int) -> None:
+    """Where the terminal puts the cursor then depends on how it wraps the long one."""
+    terminal = Emulator(24, 80, reflow=True)
+    shown = Shown(terminal).feed("a" * 100 + " ", 101)
+    terminal.resize(24, columns)
+    rows = shown.feed("b" * 50 + " c d", 7).end().split("\n")
+    assert sum("b" * 50 in row for row in rows) == 1
+
+
 WORD = [
     "**w%d x**",
     "w%d",
