@@ -107,6 +107,8 @@ class PromptTemplate:
         return " ".join(["minicpm run --template", self.name, *words])
 
     def _places(self, text: str) -> Iterator[tuple[str, str | None]]:
+        if "{{" in _PLACE.sub("", text):
+            raise UsageError(f'{self.origin}: a {{{{ has no }}}} behind it; {{{{ "{{{{" }}}} stands for two braces')
         for place in _PLACE.finditer(text):
             if not _BRACES.fullmatch(place[1]):
                 yield self._variable(place[1])

@@ -201,6 +201,7 @@ def test_an_unknown_template_lists_the_known(cli, folder: Path) -> None:
         ("toml", "[variables]\n'a b' = 1", "'a b' cannot name a variable"),
         ("md", "{{ a b }}", "{{ a b }} is no variable; write {{ name }}"),
         ("md", "{{ a.b }}", "{{ a.b }} is no variable"),
+        ("md", "{{ a }} and {{ b", 'a {{ has no }} behind it; {{ "{{" }} stands for two braces'),
         ("md", "{{ a | shell }}", "after the | comes file or text, not shell"),
         ("md", "{{ input | file }}", "input is a text already"),
         ("md", "---\nsystem: x\n", "begin with --- and must end with it"),
@@ -329,7 +330,8 @@ def test_a_wrong_one_does_not_hide_the_others(cli, folder: Path) -> None:
     (folder / "wrong.md").write_text("{{")
     (folder / "worse.md").write_text("{{ a b }}")
     done = cli("templates", "--plain")
-    assert done.out.splitlines()[1:] == ["good\ta b=2\tFine", "wrong\t-\t-"]
+    assert done.out.splitlines()[1:] == ["good\ta b=2\tFine"]
+    assert "wrong.md: a {{ has no }} behind it" in done.err
     assert "worse.md: {{ a b }} is no variable" in done.err
 
 
