@@ -74,13 +74,13 @@ def _state(chat: Chat, name: str) -> str:
 
 
 def _shown(value: object) -> str:
-    """As it can be typed."""
+    """As it can be typed, but for what has several lines."""
     if value in (None, ()):
         return "unset"
     if isinstance(value, bool):
         return "on" if value else "off"
     if not isinstance(value, tuple):
-        return str(value)
+        return repr(value) if "\n" in str(value) else str(value)
     pairs = dict(value) if isinstance(value[0], tuple) else None  # logit_bias
     return json.dumps(value if pairs is None else pairs, ensure_ascii=False)
 

@@ -26,7 +26,10 @@ def test_one_takes_the_place_of_the_other(make: Make, tmp_path: Path) -> None:
     assert (chat.params.schema, chat.params.regex) == (None, "(yes|no)")
     commands.run(chat, f"/set schema {SCHEMA}")
     assert (chat.params.schema, chat.params.regex) == (SCHEMA, None)
-    assert told(chat).splitlines()[-1] == f"schema = {SCHEMA!r} (set)"
+    assert told(chat).splitlines()[-1] == f"schema = {SCHEMA} (set)"
+    file.write_text('{"type":\n"object"}')
+    commands.run(chat, f"/set schema {file}")
+    assert told(chat) == """schema = '{"type":\\n"object"}' (set)\n"""
     commands.run(chat, "/set schema default")
     assert (chat.params.schema, chat.params.regex) == (None, None)
 
