@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import openai
@@ -13,7 +15,7 @@ from fakes import FakeLLM
 from minicpm_cli.errors import MinicpmError
 from minicpm_cli.server.responses import Store
 from minicpm_cli.server.responses_items import Items
-from minicpm_cli.types import Event, Message, ToolCallDelta
+from minicpm_cli.types import Event, Logprob, Message, Request, ToolCallDelta
 
 SAID = "You said: one two three"
 WEATHER = {
@@ -125,13 +127,15 @@ def test_items_become_turns(serve) -> None:
         {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "dry"}]},
         {"type": "message", "role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
         {"role": "assistant", "content": "Well."},
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "another"}]},
         {"role": "user", "content": "why?"},
     ]  # fmt: skip
     server.client().responses.create(model="fake", input=given)
     assert roles(server) == [
         *(("system", "Be brief."), ("user", "rain\nhere?"), ("assistant", "I look."), ("tool", "wet"), ("tool", "dry")),
-        *(("assistant", "No."), ("assistant", "Well."), ("user", "why?")),
+        *(("assistant", "No."), ("assistant", "Well."), ("assistant", ""), ("user", "why?")),
     ]
+    assert [message.reasoning for message in server.llm.seen[-1].messages[-3:]] == [None, "another", None]
     turn = server.llm.seen[-1].messages[2]
     assert turn.reasoning == "hm"
     assert [(call.id, call.arguments) for call in turn.tool_calls] == [("c1", '{"city": "Oslo"}'), ("c2", "{}")]
@@ -191,6 +195,39 @@ def test_failures_are_told_in_each_way(serve) -> None:
     for stream in (False, True):
         with pytest.raises(openai.InternalServerError, match="it broke"):
             server.client().responses.create(model="fake", input="one", stream=stream)
+
+
+class Breaking(FakeLLM):
+    """Fails after the third word of each answer, and tells a log-probability with each."""
+
+    def _events(self, request: Request) -> Iterator[Event]:
+        for number, event in enumerate(super()._events(request)):
+            if number == 3 and "break" in str(request.messages):
+                yield Event(request.id, finish="error", error=MinicpmError("it broke"))
+                return
+            yield replace(event, logprobs=(Logprob(number, -0.5, ((number, -0.5), (9, -2.0))),) if event.text else ())
+
+
+def test_a_stream_that_fails_in_the_middle_says_so_at_its_end(serve) -> None:
+    client = serve(Breaking()).client()
+    *_, last = client.responses.create(model="fake", input="break here", stream=True)
+    assert (last.type, last.response.status, last.response.error.message) == ("response.failed", "failed", "it broke")
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(last.response.id)
+
+
+def test_log_probabilities_where_they_are_asked_for(serve) -> None:
+    server = serve(Breaking())
+    asked = {"model": "fake", "input": "one", "include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    answer = server.client().responses.create(**asked)
+    assert server.llm.seen[-1].params.logprobs == 2
+    told = answer.output[0].content[0].logprobs
+    assert [(one.token, one.logprob, len(one.top_logprobs)) for one in told][:2] == [("<0>", -0.5, 2), ("<1>", -0.5, 2)]
+    events = list(server.client().responses.create(**asked, stream=True))
+    streamed = [one for event in events if event.type.endswith("text.delta") for one in event.logprobs]
+    assert [(one.token, one.logprob) for one in streamed] == [(one.token, one.logprob) for one in told]
+    server.client().responses.create(model="fake", input="one")
+    assert server.llm.seen[-1].params.logprobs is None
 
 
 @pytest.mark.parametrize(
