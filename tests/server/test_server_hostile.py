@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from multiprocessing.connection import Pipe
@@ -21,6 +21,7 @@ import pytest
 from fakes import FakeLLM
 from minicpm_cli.errors import MinicpmError, RequestError
 from minicpm_cli.server.engine_thread import EngineThread
+from minicpm_cli.server.faults import fault_of
 from minicpm_cli.server.front import Distant
 from minicpm_cli.server.post import Ended, Post, packed
 from minicpm_cli.types import Event, Request
@@ -226,19 +227,6 @@ def test_one_whose_body_comes_after_the_end_is_told_so(serve) -> None:
     assert time.monotonic() - begun < 4, "it waited to be cut off"
 
 
-def test_one_that_comes_to_an_engine_that_died_meanwhile_is_told_so(serve) -> None:
-    class Broken(FakeLLM):
-        def stream(self, requests: Any) -> Any:
-            next(iter(requests))
-            raise RuntimeError("a defect")
-
-    server = serve(Broken())
-    server.service.engine._engine.dead = True
-    server.service.check = lambda asked: None
-    assert (answered := server.chat()).status == 503
-    assert answered.error["code"] == "failed"
-
-
 def test_a_drain_under_load_finishes_what_it_took_and_refuses_the_rest(serve) -> None:
     server = serve(FakeLLM(delay=0.002, answer=lambda request: "word " * 40), max_queue=500)
     statuses, stop = Counter[int](), threading.Event()
@@ -296,10 +284,24 @@ def test_what_is_put_to_an_engine_that_has_ended_in_its_process_is_told_at_once(
     theirs.close()
 
 
-def test_what_is_put_to_an_engine_that_has_ended_is_told_at_once() -> None:
-    engine, told = EngineThread(FakeLLM()), list[Event]()
+class Broken(FakeLLM):
+    def stream(self, requests: Iterable[Request | None]) -> Generator[Event]:
+        for _ in requests:
+            raise RuntimeError("a defect")
+        yield from ()
+
+
+@pytest.mark.parametrize("dead", [False, True])
+def test_what_is_put_to_an_engine_that_has_ended_is_told_at_once(dead: bool, capsys) -> None:
+    engine, told = EngineThread(Broken()), list[Event]()
     engine.start(told.append)
-    engine.stop()
+    for number in range(3 if dead else 0):
+        engine.put([Request(f"early {number}", "x")])
+        until(lambda number=number: len(told) > number)
+    engine._thread.join(10) if dead else engine.stop()
+    told.clear()
     engine.put([Request("late", "x")])
-    assert [(event.id, event.finish) for event in told] == [("late", "cancelled")]
+    assert [(event.id, event.finish) for event in told] == [("late", "error" if dead else "cancelled")]
+    assert fault_of(told[0].error).code == ("failed" if dead else "internal_error")
     assert engine.waiting == 0
+    assert capsys.readouterr().err.count("RuntimeError: a defect") == (3 if dead else 0)
