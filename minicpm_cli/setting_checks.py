@@ -36,6 +36,11 @@ def one_of(*choices: str, none: str | None = None) -> Callable[[Any], str | None
     return check
 
 
+def called(check: Callable[[Any], Any], also: Mapping[str, str]) -> Callable[[Any], Any]:
+    """Takes other programs' names of a value, too."""
+    return lambda value: check(also.get(value, value) if isinstance(value, str) else value)
+
+
 def _number(value: Any) -> Any:
     """A string as the number it spells; anything else is left for the check to refuse."""
     for kind in (int, float) if isinstance(value, str) else ():

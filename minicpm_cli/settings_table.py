@@ -87,6 +87,10 @@ def nearest(name: str, names: Iterable[str] | None = None) -> str | None:
     return next(iter(difflib.get_close_matches(name, ENTRIES if names is None else names, 1)), None)
 
 
+_DTYPES = "auto", "bf16", "fp16", "fp32"
+_TORCH = MappingProxyType({"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"})
+
+
 def _choice(name: str, *choices: str, none: str | None = None) -> Entry:
     words = (*choices, none) if none else choices
     return _load(name, checks.one_of(*choices, none=none), words)
@@ -100,7 +104,7 @@ def _entries() -> Iterator[Entry]:
     whole, switch = checks.whole(1), ("true", "false")
     yield _load("model", checks.text)
     yield _load("device", checks.device, ("auto", "cpu", "cuda"))
-    yield _choice("dtype", "auto", "bf16", "fp16", "fp32")
+    yield _load("dtype", checks.called(checks.one_of(*_DTYPES), _TORCH), _DTYPES)
     yield _load("ctx", whole)
     yield _load("max_seqs", whole)
     yield _load("memory_fraction", checks.fraction)

@@ -62,6 +62,8 @@ def finish(reply: Reply, terminal: Terminal, form: Form) -> int:
         count = reply.usage.completion_tokens if reply.usage else 0
         where = "while the model was still thinking " if reply.thought and not reply.text else ""
         terminal.note(f"the answer was cut {where}at {count} tokens; -n N allows more, as far as --ctx does")
+    if reply.unanswered:
+        terminal.note(f"the model ended its answer {'behind its thoughts' if reply.thought else 'with nothing in it'}")
     if reply.finish == "malformed_tool_call":
         terminal.note("what began as a call of a tool was none; the text has it as it came")
     if reply.thought_out:

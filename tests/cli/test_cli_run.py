@@ -126,6 +126,14 @@ def test_a_cut_thought_says_so(cli) -> None:
     assert "still thinking" in done.err
 
 
+@pytest.mark.parametrize(("thought", "said"), [("", "nothing in it"), ("a b c", "behind its thoughts")])
+def test_an_answer_that_is_none_is_said(cli, thought: str, said: str) -> None:
+    done = cli("run", "hi", llm=FakeLLM(answer=lambda request: "", thought=lambda request: thought))
+    assert (done.out, done.code) == ("", 0)
+    assert said in done.err
+    assert "ended its answer" not in cli("run", "hi").err
+
+
 def test_json_is_one_record(cli) -> None:
     done = cli("run", "--json", "--seed", "7", "hi", llm=FakeLLM(thought=lambda request: "Hm."))
     record = json.loads(done.out)

@@ -231,3 +231,10 @@ def test_threads_wait_calmly_unless_the_user_says_otherwise(before: dict[str, st
     environ = dict(before)
     calm_waiting(environ)
     assert environ == after
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"), [("bfloat16", "bf16"), ("half", "fp16"), ("float32", "fp32"), ("auto", "auto")]
+)
+def test_a_dtype_may_have_torchs_name(given: str, meant: str) -> None:
+    assert Settings.load({"dtype": given}, environ={}).options.dtype == meant
