@@ -47,14 +47,14 @@ class ProgressLine:
         self._terminal.err.flush()
 
     def _row(self, done: int, total: int | None, unit: str, now: float) -> str:
-        """In a narrow window without the bar, and at last cut: what wraps to a second row cannot be erased."""
+        """In a narrow window without the bar, then with a shorter name: what wraps to a second row cannot be erased."""
         columns = self._terminal.columns
         if not total:
-            return f"{self._what} ..."[: columns - 1]
+            return f"{_cut(self._what, columns - 5)} ..."
         filled = min(_WIDTH, _WIDTH * done // total)
         bar, state = f" [{'#' * filled}{'.' * (_WIDTH - filled)}]", self._state(done, total, unit, now)
         whole = f"{self._what}{bar} {state}"
-        return whole if len(whole) < columns else f"{self._what} {state}"[: columns - 1]
+        return whole if len(whole) < columns else f"{_cut(self._what, columns - 2 - len(state))} {state}"[: columns - 1]
 
     def _state(self, done: int, total: int, unit: str, now: float) -> str:
         if unit != "bytes":
@@ -75,3 +75,7 @@ class ProgressLine:
             self._terminal.err.write(_ERASE)
             self._terminal.err.flush()
             self._drawn = 0.0
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else f"{text[: max(width - 1, 0)]}…"

@@ -220,7 +220,8 @@ def test_the_bar_says_how_long_it_will_still_take(monkeypatch: pytest.MonkeyPatc
     [
         (56, "loading a-model [############............] 12/24 layers"),
         (55, "loading a-model 12/24 layers"),
-        (20, "loading a-model 12/"),
+        (20, "loadi… 12/24 layers"),
+        (10, "… 12/24 l"),
     ],
 )
 def test_a_bar_never_wraps(monkeypatch: pytest.MonkeyPatch, columns: int, row: str) -> None:
