@@ -132,12 +132,13 @@ class BatchSummary:
         cached = f", {self.cache_hit_rate:.0%} of them cached" if self.cached_tokens else ""
         peak = self.host.gpu_memory_peak_bytes
         memory = "" if peak is None else f", at most {peak / 1e9:,.1f} GB of GPU memory"
-        said = [
-            f"{count_of(self.ok + self.failed)}: {self.ok:,} ok, {failed}{skipped}.",
-            f"{self.prompt_tokens:,} tokens in ({self.rate(self.prompt_tokens):,.1f}/s){cached}, "
-            f"{self.completion_tokens:,} out ({self.rate(self.completion_tokens):,.1f}/s), "
-            f"{self.seconds:,.1f} s{memory}.",
-        ]
+        said = [f"{count_of(self.ok + self.failed)}: {self.ok:,} ok, {failed}{skipped}."]
+        if self.prompt_tokens:
+            said.append(
+                f"{self.prompt_tokens:,} tokens in ({self.rate(self.prompt_tokens):,.1f}/s){cached}, "
+                f"{self.completion_tokens:,} out ({self.rate(self.completion_tokens):,.1f}/s), "
+                f"{self.seconds:,.1f} s{memory}."
+            )
         if self.exit_code and self.output != "-":
             before = f", {self.earlier_errors:,} from earlier runs" if self.earlier_errors else ""
             count = self.failed + self.earlier_errors

@@ -159,5 +159,6 @@ def test_the_summary_has_what_a_report_needs(tmp_path: Path) -> None:
     assert done.lines()[0] == "21 rows: 20 ok, 1 failed (1 invalid_json)."
     again = run(source, tmp_path / "out", summary=str(tmp_path / "s.json"))
     assert again.lines()[0] == "0 rows: 0 ok, 0 failed, 21 were done before."
+    assert not any("tokens" in line for line in again.lines())  # of a run that did nothing
     written = json.loads((tmp_path / "s.json").read_text())
     assert (written["skipped"], written["model"], written["gpu_memory_peak_bytes"]) == (21, None, None)
