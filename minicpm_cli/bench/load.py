@@ -108,7 +108,7 @@ def measure_load(options: LoadOptions, say: Say) -> Load:
     drawn = f"{_WORK.new} drawn for each" if whole else f"up to {_WORK.new} (the server takes no ignore_eos)"
     say(f"{options.count} requests of {_WORK.prompt} tokens, {drawn}, by {options.streams} streams")
     draw = random.Random()
-    bodies = [_body(model, _text(draw, words), _WORK.new, whole=whole) for _ in range(options.count)]
+    bodies = [_streamed(_question(model, _text(draw, words), _WORK.new, whole=whole)) for _ in range(options.count)]
     parts = _parts(bodies, options.streams)
     begun, told = _run(target, parts)
     heard = [one for answers, _ in told for one in answers]
@@ -131,7 +131,7 @@ def _model(wire: Wire) -> str:
 def _takes_ignore_eos(wire: Wire, model: str) -> bool:
     """So that no answer ends early, as with `minicpm bench throughput`; OpenAI itself refuses the field."""
     try:
-        wire.post(CHAT, _whole(_body(model, _text(random.Random(0), 1), 1, whole=True)))
+        wire.post(CHAT, _question(model, _text(random.Random(0), 1), 1, whole=True))
     except Refusal as refusal:
         if "ignore_eos" in refusal.message:
             return False
@@ -150,33 +150,30 @@ def _words(wire: Wire, model: str) -> int:
 
 def _prompt_tokens(wire: Wire, model: str, text: str) -> int:
     try:
-        return int(wire.post(CHAT, _whole(_body(model, text, 1)))["usage"]["prompt_tokens"])
+        return int(wire.post(CHAT, _question(model, text, 1))["usage"]["prompt_tokens"])
     except Refusal as refusal:
         raise refusal.error() from None
     except (KeyError, TypeError, ValueError):
         raise MinicpmError(f"{wire.url} does not count its tokens: there is no usage in its answer") from None
 
 
-def _whole(body: bytes) -> dict[str, Any]:
-    """The request for an answer in one piece."""
-    return {name: value for name, value in json.loads(body).items() if not name.startswith("stream")}
-
-
 def _text(draw: random.Random, words: int) -> str:
     return " ".join([str(draw.randrange(10**9)), *draw.choices(_WORDS, k=max(0, words - 1))])
 
 
-def _body(model: str, text: str, new: int, *, whole: bool = False) -> bytes:
+def _question(model: str, text: str, new: int, *, whole: bool = False) -> dict[str, Any]:
     asked = {
         "model": model,
         "messages": [{"role": "user", "content": text}],
         "max_tokens": new,
         "temperature": _WORK.temperature,
         "top_p": _WORK.top_p,
-        "stream": True,
-        "stream_options": {"include_usage": True},
     }
-    return json.dumps(asked | ({"ignore_eos": True} if whole else {})).encode()
+    return asked | ({"ignore_eos": True} if whole else {})
+
+
+def _streamed(question: dict[str, Any]) -> bytes:
+    return json.dumps({**question, "stream": True, "stream_options": {"include_usage": True}}).encode()
 
 
 # ---- by whom ------------------------------------------------------------------------------------------------------

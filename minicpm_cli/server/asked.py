@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +27,7 @@ _PASSED = (
     *("stop", "regex", "logit_bias", "ignore_eos"),
 )
 _COMPLETION_TOKENS = 16  # OpenAI's own, where a completion does not say how long it may be
-ANY_OBJECT = '{"type": "object"}'
+_ANY_OBJECT = '{"type": "object"}'
 _SEED_MASK = 2**64 - 1
 _NO_TEXT = ("assistant",)  # roles whose message may consist of calls alone
 
@@ -83,15 +83,24 @@ def thinks(options: TemplateOptions | None, effort: str | None) -> bool | None:
 
 
 def _schema(form: ResponseFormat | None) -> str | None:
-    """The JSON schema of the answer, as text."""
-    if form is None or form.type == "text":
+    if form is None:
         return None
-    if form.type == "json_object":
-        return ANY_OBJECT
-    if form.json_schema is None or form.json_schema.schema_ is None:
-        where = "response_format.json_schema"
-        raise refused(400, f"{where}.schema is missing", "missing_parameter", where)
-    return json.dumps(form.json_schema.schema_, ensure_ascii=False)
+    where = "response_format.json_schema"
+    return schema_of(form.type, form.json_schema.schema_ if form.json_schema else None, f"{where}.schema", where)
+
+
+def schema_of(kind: str, schema: Mapping[str, Any] | None, where: str, param: str | None = None) -> str | None:
+    """The JSON schema of an answer in the format `kind`, as text.
+
+    Raises Refused where there is none at `where`; `param` is what it names then, if that is something else.
+    """
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return _ANY_OBJECT
+    if schema is None:
+        raise refused(400, f"{where} is missing", "missing_parameter", param or where)
+    return json.dumps(schema, ensure_ascii=False)
 
 
 # ---- conversations ------------------------------------------------------------------------------------------------

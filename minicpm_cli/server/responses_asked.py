@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from minicpm_cli.server.asked import ANY_OBJECT, shared, thinks
+from minicpm_cli.server.asked import schema_of, shared, thinks
 from minicpm_cli.server.faults import refused
 from minicpm_cli.server.responses_schema import (
     LOGPROBS,
@@ -18,7 +17,6 @@ from minicpm_cli.server.responses_schema import (
     RefusalOf,
     ResponsesRequest,
     ResultItem,
-    TextFormat,
     TextOf,
 )
 from minicpm_cli.text.tools import arguments_of, check_results, tool_choice_of, tools_of
@@ -33,7 +31,8 @@ def response_params(asked: ResponsesRequest, defaults: SamplingParams) -> Sampli
     given["max_tokens"] = asked.max_output_tokens
     given["think"] = thinks(asked.chat_template_kwargs, asked.reasoning.effort if asked.reasoning else None)
     given["think_budget"] = asked.think_budget
-    given["schema"] = _schema(asked.text.format if asked.text else None)
+    if asked.text and (form := asked.text.format):
+        given["schema"] = schema_of(form.type, form.schema_, "text.format.schema")
     for name in asked.include or ():
         if name not in (LOGPROBS, *_IGNORED):
             raise refused(400, f"include: {name!r} is not supported, only {LOGPROBS}", "invalid_value", "include")
@@ -42,16 +41,6 @@ def response_params(asked: ResponsesRequest, defaults: SamplingParams) -> Sampli
     elif asked.top_logprobs:
         raise refused(400, f"top_logprobs needs include: [{LOGPROBS!r}]", "invalid_value", "top_logprobs")
     return defaults.checked(given)
-
-
-def _schema(form: TextFormat | None) -> str | None:
-    if form is None or form.type == "text":
-        return None
-    if form.type == "json_object":
-        return ANY_OBJECT
-    if form.schema_ is None:
-        raise refused(400, "text.format.schema is missing", "missing_parameter", "text.format.schema")
-    return json.dumps(form.schema_, ensure_ascii=False)
 
 
 def response_prompt(ident: str, asked: ResponsesRequest, turns: Sequence[Message], params: SamplingParams) -> Request:

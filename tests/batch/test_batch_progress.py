@@ -142,6 +142,15 @@ def test_a_run_without_a_terminal_says_lines(
     assert not any(thread.name.startswith("batch") for thread in threading.enumerate())
 
 
+def test_the_speed_is_that_of_the_answers_and_not_of_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several engines take their time to end."""
+    llm = FakeLLM()
+    monkeypatch.setattr(llm, "close", lambda: time.sleep(1.0))
+    begun = time.monotonic()
+    done = run(write_lines(tmp_path / "in", prompts(3)), tmp_path / "out", llm)
+    assert done.seconds < 0.9 < time.monotonic() - begun
+
+
 def test_the_summary_has_what_a_report_needs(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "in", [*prompts(20), b"{bad"])
 
