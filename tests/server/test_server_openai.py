@@ -184,3 +184,19 @@ def test_a_failure_in_the_middle_of_a_stream_reaches_the_client_as_an_error(serv
     server = serve(Breaking(delay=0.01))
     with pytest.raises(openai.APIError, match="failed on this request"):
         list(server.client().chat.completions.create(model="fake", messages=ASKED, stream=True))
+
+
+def test_any_object_may_be_asked_for(serve) -> None:
+    server = serve()
+    client = server.client()
+    client.chat.completions.create(model="fake", messages=ASKED, response_format={"type": "json_object"})
+    client.responses.create(model="fake", input="one", text={"format": {"type": "json_object"}})
+    assert [asked.params.schema for asked in server.llm.seen] == ['{"type": "object"}'] * 2
+
+
+def test_a_schema_that_is_missing_is_refused_by_its_place(serve) -> None:
+    with pytest.raises(openai.BadRequestError, match=r"response_format.json_schema.schema is missing") as caught:
+        serve().client().chat.completions.create(
+            model="fake", messages=ASKED, response_format={"type": "json_schema", "json_schema": {"name": "x"}}
+        )
+    assert caught.value.param == "response_format.json_schema"
