@@ -78,11 +78,12 @@ class Sizes:
     def __init__(self, cfg: ModelConfig, device: torch.device, dtype: torch.dtype, folder: Path | None = None) -> None:
         self.cfg, self.device, self.dtype, self.folder = cfg, device, dtype, folder
         self.ops = ops_for(device)
+        self.generator = torch.Generator(device)  # a capture that fails leaves the device's own unusable
         self.key_heads, self.width = (1, cfg.mla.latent) if cfg.mla else (cfg.kv_heads, cfg.head_dim)
         self.row_heads = 1 if cfg.mla else 2 * cfg.kv_heads  # of a token in the cache
 
     def random(self, *shape: int) -> Tensor:
-        return torch.randn(shape, device=self.device, dtype=self.dtype)
+        return torch.randn(shape, device=self.device, dtype=self.dtype, generator=self.generator)
 
     def products(self, scheme: str | None) -> list[Case]:
         """Those of some blocks, one after the other; the weights' bytes count."""
@@ -201,7 +202,7 @@ class Sizes:
         """Queries and keys are rotated in place, keys and values written to the cache."""
         cfg, heads = self.cfg, self.cfg.heads + 2 * self.cfg.kv_heads
         inputs = [x.view(TOKENS, heads, cfg.head_dim) for x in self._steps(heads * cfg.head_dim)]
-        angles = torch.rand(TOKENS, 1, cfg.rope.dim // 2, device=self.device)
+        angles = torch.rand(TOKENS, 1, cfg.rope.dim // 2, device=self.device, generator=self.generator)
         cache, slots = self._cache(1, TOKENS, None), torch.arange(PAGE, PAGE + TOKENS, device=self.device)
         calls = [partial(self.ops.rope_store, x, angles.cos(), angles.sin(), cfg.heads, cache, slots) for x in inputs]
         moved = heads + (cfg.heads + cfg.kv_heads) + 2 * cfg.kv_heads

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import torch
 
+from minicpm_cli.kernels.capture import captured
 from minicpm_cli.model.config import ModelConfig
 
 Unit = Literal["GB/s", "TFLOP/s"]
@@ -51,12 +52,28 @@ def measure_kernels(
     """Those of a model of `cfg`; `say` hears of what cannot be run here. Compiled kernels are kept in `folder`."""
     from minicpm_cli.bench.kernel_cases import makers
 
-    limits = measure_limits(device, dtype)
-    for name, make in makers(cfg, device, dtype, folder):
+    yield from tried(makers(cfg, device, dtype, folder), measure_limits(device, dtype), device, say)
+
+
+def tried(
+    makers: Iterable[tuple[str, Callable[[], list[Case]]]],
+    limits: Mapping[Unit, float],
+    device: torch.device,
+    say: Callable[[str], None],
+) -> Iterator[Kernel]:
+    """What each makes, measured; `say` hears of those that do not run."""
+    for name, make in makers:
         try:
             yield from _measured(make, limits, device)
         except (ImportError, RuntimeError) as error:
-            say(f"{name}: does not run here ({error})")
+            say(f"{name}: does not run here ({_cause(error)})")
+
+
+def _cause(error: BaseException) -> str:
+    """The first line of what went wrong first: when a capture fails, torch tells that it failed, not why."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return str(error).partition("\n")[0]
 
 
 @torch.inference_mode()
@@ -108,7 +125,7 @@ def _captured(calls: Sequence[Call]) -> Call:
     run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with captured(graph):
         run()
     return graph.replay
 

@@ -14,6 +14,7 @@ from minicpm_cli.engine.inputs import DrawState, Tensors, penalty_state
 from minicpm_cli.engine.penalties import Penalties, PenaltyState
 from minicpm_cli.engine.plan import Kind, Plan
 from minicpm_cli.kernels.batch import Drafts, ForwardBatch
+from minicpm_cli.kernels.capture import captured
 
 FEWEST_DRAFTED = 8  # rows of a step with drafts: each size would need a capture, and kernels of its own for the draws
 Forward = Callable[[ForwardBatch, Any], Tensor]
@@ -81,7 +82,7 @@ class CudaCapture:
         if not capturable:
             return work
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._side, capture_error_mode="thread_local"):
+        with captured(graph, self._pool, self._side):
             work()
         return graph.replay
 

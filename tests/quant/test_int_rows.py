@@ -54,6 +54,16 @@ def test_product_matches_float64(rows, n, k, bits, group, kind, dtype, kernel_de
     assert error(int_rows.product(x, w), ref) < BOUND[kernel_device, dtype]
 
 
+@pytest.mark.parametrize("dtype", [BF16, F16])
+@pytest.mark.parametrize("group", [128, 256, 768])
+@pytest.mark.parametrize(("rows", "bits"), [(33, 4), (100, 4), (100, 8)])
+def test_groups_wider_than_what_a_block_reads_at_once(rows, bits, group, dtype, kernel_device):
+    w = packed(130, 768, bits, group, "sym", kernel_device)
+    x = torch.randn(rows, 768, generator=torch.Generator().manual_seed(1)).to(kernel_device, dtype)
+    ref = x.double() @ w.dequantize(torch.float64).T
+    assert error(rows_triton.product(x, w), ref) < BOUND[kernel_device, dtype]
+
+
 @pytest.mark.parametrize("parts", [1, 3])
 def test_parts_of_the_columns_add_up_the_same_every_time(parts, kernel_device):
     w = packed(96, 1152, 4, 128, "sym", kernel_device)

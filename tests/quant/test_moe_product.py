@@ -10,6 +10,7 @@ pytest.importorskip("triton")
 from quant.kernels.layout import DeviceInt
 from quant.kernels.moe import fits, moe_forward, route
 from quant.layers.around import Gate
+from quant.scheme import ROW
 
 BF16, F16 = torch.bfloat16, torch.float16
 # Activations between the products are rounded to the inputs' type; the interpreter cuts bfloat16 off instead, five
@@ -24,7 +25,7 @@ def draw(*shape: int, seed: int) -> Tensor:
 def packed(e: int, n: int, k: int, bits: int, group: int, zero: bool, device: str) -> DeviceInt:
     g = torch.Generator().manual_seed(n)
     words = torch.randint(-(2**31), 2**31, (e * n, k * bits // 32), generator=g, dtype=torch.int64).to(torch.int32)
-    scale = (torch.rand(e * n, k // group, generator=g) * 0.02 + 0.01).to(F16)
+    scale = ((torch.rand(e * n, k // group, generator=g) * 0.02 + 0.01) / 2 ** (bits - 4)).to(F16)
     zeros = torch.randint(0, 2**bits, scale.shape, generator=g).to(torch.uint8).to(device) if zero else None
     return DeviceInt(bits, group, words.to(device), scale.to(device), zeros, None)
 
@@ -63,13 +64,21 @@ def test_plain_experts(tokens, experts, active, h, i, gate, dtype, kernel_device
 
 @pytest.mark.parametrize(
     ("tokens", "bits", "group", "zero", "dtype"),
-    [(1, 4, 64, False, BF16), (20, 4, 32, True, BF16), (6, 8, 64, False, F16)],
+    [
+        (1, 4, 64, False, BF16),
+        (20, 4, 32, True, BF16),
+        (6, 8, 64, False, F16),
+        (5, 8, ROW, False, BF16),
+        (150, 8, ROW, False, BF16),
+        (150, 8, ROW, True, F16),
+        (150, 4, ROW, False, F16),
+        (150, 4, 64, False, BF16),
+    ],
 )
 def test_packed_experts(tokens, bits, group, zero, dtype, kernel_device):
     h, i, experts = 128, 192, 3
     gate_up, down = (
-        packed(experts, 2 * i, h, bits, group, zero, kernel_device),
-        packed(experts, h, i, bits, group, zero, kernel_device),
+        packed(experts, n, k, bits, k if group == ROW else group, zero, kernel_device) for n, k in ((2 * i, h), (h, i))
     )
     x, logits = draw(tokens, h, seed=1).to(dtype), draw(tokens, experts, seed=2)
     plain = (w.dequantize(torch.float64).cpu() for w in (gate_up, down))
