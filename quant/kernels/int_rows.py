@@ -7,27 +7,26 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from quant.errors import SchemeError
 from quant.kernels import rows_bulk, rows_cuda
 from quant.kernels.layout import DeviceInt
 
-
-def supported(w: DeviceInt, dtype: torch.dtype, folder: Path | None = None) -> bool:
-    """Whether `IntRows` computes it: rows of whole 16-byte pieces."""
-    if rows_cuda.supported(w, dtype, folder):
-        return True
-    from quant.kernels import rows_triton
-
-    return rows_triton.supported(w, dtype)
+PACKED_ROWS = 128
+ANY = 1 << 30
+supported = rows_cuda.supported
 
 
 class IntRows:
     """The products of one matrix, each number of rows by the kernel that is fastest for it."""
 
     def __init__(self, w: DeviceInt, dtype: torch.dtype, folder: Path | None = None) -> None:
+        if not supported(w, dtype, folder):
+            raise SchemeError(
+                f"no kernel here for {w.bits} bits in groups of {w.group}, {w.K} columns, times {dtype}: it wants "
+                "Hopper, float16 or bfloat16, columns and groups in whole 32"
+            )
         self.packed, self.folder = w, folder  # of compiled kernels
-        self.first_rows = first_rows(w)
-        self.compiled = rows_cuda.supported(w, dtype, folder)
-        self.bulk = rows_bulk.Product(w, dtype, folder) if rows_bulk.supported(w, dtype) else None
+        self.bulk = rows_bulk.Product(w, dtype, folder)
 
     def __call__(
         self,
@@ -37,13 +36,9 @@ class IntRows:
         out: Tensor | None = None,  # [T, N], may be `onto`; else it is made
     ) -> Tensor:  # [T, N]
         """onto + alpha * x @ W^T, weights rounded to x's type, sums in float32; the same bits at every call."""
-        if self.bulk is not None and len(x) >= self.first_rows and self.bulk.ready(len(x)):
+        if by_copy_engine(len(x), self.packed) and self.bulk.ready(len(x)):
             return self.bulk(x, onto, alpha, out)
-        if self.compiled and _faster_compiled(len(x), self.packed):
-            return rows_cuda.product(x, self.packed, onto, alpha, self.folder)
-        from quant.kernels import rows_triton  # triton takes a second to import
-
-        return rows_triton.product(x, self.packed, onto, alpha)
+        return rows_cuda.product(x, self.packed, onto, alpha, self.folder)
 
 
 def product(
@@ -56,24 +51,29 @@ def product(
     return IntRows(w, x.dtype)(x, onto, alpha)
 
 
-def first_rows(w: DeviceInt) -> int:
-    """From which number of rows on the copy engine's kernel is the fastest.
+def most_rows(w: DeviceInt) -> int:
+    """Up to which packed weights are multiplied; from then on unpacking into scratch and cuBLAS win, but for a head.
 
-    A chain of MiniCPM-2B's products on an H200, against the other two kernels: in 4 bits 1.42 ms at 32 rows (1.78),
-    1.73 at 64 (2.12), 2.14 at 128 (3.67), but 1.25 at 16 (1.18); in 8 bits 2.76 at 128 (3.08), and at 64 rows only gate
-    and up (19 us of 27); the head in 4 bits 133 us at 64 rows (132).
+    That of MiniCPM-2B would take 0.57 GB of scratch, and 1,030 us at 128 rows instead of 189 (8 bits, an H200).
     """
-    tiles = -(-w.N // 64)
+    return ANY if _tiles(w) > rows_cuda.MANY_TILES else PACKED_ROWS
+
+
+def by_copy_engine(rows: int, w: DeviceInt) -> bool:
+    """Whether the copy engine's kernel is faster than the one in rows.cu, on an H200.
+
+    A chain of MiniCPM-2B's products in 4 bits: 1.42 ms at 32 rows (1.78), 1.73 at 64 (2.12), but 1.25 at 16 (1.18). Its
+    head, us at 16, 32, 64 and 128 rows: in 4 bits 84, 92, 115, 177 (75, 92, 121, 231); in 8 bits 103, 155, 128, 189
+    (114, 127, 154, 286). In 8 bits, us at 64 and 96 rows: gate and up 18.7, 17.7 (20.0, 26.9); down 13.2, 13.3 (11.3,
+    17.3).
+    """
+    tiles = _tiles(w)
+    if w.bits == 4:
+        return rows > 16
     if tiles > rows_cuda.MANY_TILES:
-        return 1 << 30
-    return 17 if w.bits == 4 else 33 if tiles > rows_cuda.PROCESSORS else 65
+        return not 16 < rows <= 32
+    return rows > (32 if tiles > rows_cuda.PROCESSORS else 64)
 
 
-def _faster_compiled(rows: int, w: DeviceInt) -> bool:
-    """Whether the kernel in rows.cu is faster than Triton's, by the products of MiniCPM-2B in 4 bits on an H200."""
-    tiles = -(-w.N // 64)
-    if w.group == w.K:  # Triton's does not take it
-        return True
-    if rows <= 16:
-        return tiles <= rows_cuda.MANY_TILES
-    return 32 < rows <= 64 and not rows_cuda.PROCESSORS < tiles <= rows_cuda.MANY_TILES
+def _tiles(w: DeviceInt) -> int:
+    return -(-w.N // 64)

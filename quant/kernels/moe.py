@@ -18,7 +18,7 @@ from quant.kernels import rows_cuda
 from quant.kernels.layout import DeviceInt
 from quant.kernels.moe_kernel import experts_kernel
 from quant.kernels.moe_route import combine_kernel, route_kernel
-from quant.kernels.rows_triton import KINDS, dependent, supported, target
+from quant.kernels.unpack_triton import KINDS, dependent, supported, target
 from quant.layers.around import Gate
 
 ROUTE_BLOCK = 64

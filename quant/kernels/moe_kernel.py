@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from quant.kernels.rows_triton_kernel import unpacked
+from quant.kernels.unpack_triton import unpacked
 
 
 @triton.jit

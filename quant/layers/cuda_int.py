@@ -13,9 +13,6 @@ from quant.kernels.dequantize import Dequantizer
 from quant.kernels.layout import DeviceInt
 from quant.layers.around import Gate, Norm
 
-# From here on unpacking into scratch and cuBLAS win.
-PACKED_ROWS = 128
-
 
 class CUDAInt:
     """Up to `fused_rows` rows by the kernel that computes what is around the product too; then tensor cores on packed
@@ -31,7 +28,7 @@ class CUDAInt:
         self.fused_rows = gemv.MOST_ROWS if fits else 0
         self.dequantize = Dequantizer(packed, dtype, folder)
         self.rows = int_rows.IntRows(packed, dtype, folder) if int_rows.supported(packed, dtype, folder) else None
-        self.packed_rows = PACKED_ROWS
+        self.packed_rows = int_rows.most_rows(packed)
 
     def over(self, packed: DeviceInt) -> CUDAInt:
         """The same kind of layer over other weights."""

@@ -22,12 +22,15 @@ def draw(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def packed(e: int, n: int, k: int, bits: int, group: int, zero: bool, device: str) -> DeviceInt:
+def packed(e: int, n: int, k: int, bits: int, group: int, kind: str, device: str) -> DeviceInt:
+    """Kind: sym, zero or shift."""
     g = torch.Generator().manual_seed(n)
     words = torch.randint(-(2**31), 2**31, (e * n, k * bits // 32), generator=g, dtype=torch.int64).to(torch.int32)
     scale = ((torch.rand(e * n, k // group, generator=g) * 0.02 + 0.01) / 2 ** (bits - 4)).to(F16)
-    zeros = torch.randint(0, 2**bits, scale.shape, generator=g).to(torch.uint8).to(device) if zero else None
-    return DeviceInt(bits, group, words.to(device), scale.to(device), zeros, None)
+    zero = torch.randint(0, 2**bits, scale.shape, generator=g).to(torch.uint8) if kind == "zero" else None
+    shift = -scale.float() * (2 ** (bits - 1) + torch.rand(scale.shape, generator=g)) if kind == "shift" else None
+    parts = (None if t is None else t.to(device) for t in (words, scale, zero, shift))
+    return DeviceInt(bits, group, *parts)
 
 
 def reference(x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor, active: int, gate: Gate) -> Tensor:
@@ -63,33 +66,46 @@ def test_plain_experts(tokens, experts, active, h, i, gate, dtype, kernel_device
 
 
 @pytest.mark.parametrize(
-    ("tokens", "bits", "group", "zero", "dtype"),
+    ("tokens", "bits", "group", "kind", "dtype"),
     [
-        (1, 4, 64, False, BF16),
-        (20, 4, 32, True, BF16),
-        (6, 8, 64, False, F16),
-        (5, 8, ROW, False, BF16),
-        (150, 8, ROW, False, BF16),
-        (150, 8, ROW, True, F16),
-        (150, 4, ROW, False, F16),
-        (150, 4, 64, False, BF16),
+        (1, 4, 32, "sym", BF16),
+        (20, 4, 32, "zero", BF16),
+        (6, 8, 96, "sym", F16),
+        (5, 8, ROW, "sym", BF16),
+        (70, 4, 96, "shift", BF16),
+        (70, 8, 32, "shift", F16),
+        (70, 8, 96, "zero", BF16),
+        (150, 8, ROW, "sym", BF16),
+        (150, 8, ROW, "zero", F16),
+        (150, 4, ROW, "sym", F16),
+        (150, 4, 96, "zero", BF16),
     ],
 )
-def test_packed_experts(tokens, bits, group, zero, dtype, kernel_device):
-    h, i, experts = 128, 192, 3
+def test_packed_experts(tokens, bits, group, kind, dtype, kernel_device):
+    check_packed(tokens, 3, 96, 192, bits, group, kind, dtype, kernel_device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [BF16, F16])
+@pytest.mark.parametrize("kind", ["sym", "zero", "shift"])
+@pytest.mark.parametrize(("bits", "group"), [(4, 64), (4, 256), (4, ROW), (8, 128), (8, ROW)])
+def test_packed_experts_of_many_tokens(bits, group, kind, dtype):
+    for tokens in (130, 400):
+        check_packed(tokens, 4, 768, 1024, bits, group, kind, dtype, "cuda")
+
+
+def check_packed(tokens, experts, h, i, bits, group, kind, dtype, device):
+    """Against the definition, and the same at every call."""
     gate_up, down = (
-        packed(experts, n, k, bits, k if group == ROW else group, zero, kernel_device) for n, k in ((2 * i, h), (h, i))
+        packed(experts, n, k, bits, k if group == ROW else group, kind, device) for n, k in ((2 * i, h), (h, i))
     )
-    x, logits = draw(tokens, h, seed=1).to(dtype), draw(tokens, experts, seed=2)
-    plain = (w.dequantize(torch.float64).cpu() for w in (gate_up, down))
-    gate_up64, down64 = (w.view(experts, -1, w.shape[1]) for w in plain)
+    x, logits = draw(tokens, h, seed=1).to(dtype) / 4, draw(tokens, experts, seed=2)
+    gate_up64, down64 = (w.dequantize(torch.float64).cpu().view(experts, -1, w.K) for w in (gate_up, down))
     ref = reference(x, logits, gate_up64, down64, 2, Gate("silu"))
     assert fits(gate_up, down, dtype)
-    out, again = (
-        moe_forward(x.to(kernel_device), logits.to(kernel_device), gate_up, down, 2, Gate("silu")) for _ in range(2)
-    )
-    assert torch.equal(out, again)
-    assert error(out.cpu(), ref) < BOUND[kernel_device, dtype]
+    first, *others = (moe_forward(x.to(device), logits.to(device), gate_up, down, 2, Gate("silu")) for _ in range(4))
+    assert all(torch.equal(out, first) for out in others)
+    assert error(first.cpu(), ref) < BOUND[device, dtype]
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 150])

@@ -1,12 +1,21 @@
-"""Triton: integers times 2 to about 128 rows of activations, unpacked in registers, multiplied on tensor cores."""
+"""Triton: packed weights unpacked in registers, as tensor cores take them; and what a kernel is told of a packing."""
 
 from __future__ import annotations
 
+import functools
+import math
+
+import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from torch import Tensor
 
 from quant.kernels.dequantize_triton import spread
+from quant.kernels.layout import DeviceInt
+
+KINDS = {torch.bfloat16: "bf16", torch.float16: "f16"}
+# Columns whose scale a block reads once. With 256, one of each row, Triton 3.6 multiplied 4 bits wrongly (an H200).
+WIDEST = 128
 
 # The weights are the left operand of the tensor cores, which they enter from registers; there, lane l of a warp holds
 # the neighbours 2 * (l % 4) and the next of every eight columns. Each lane therefore loads the whole word and shifts
@@ -40,6 +49,38 @@ def unpacking(bits: int, kind: str, zero: bool) -> str:  # kind: bf16 | f16
         "{ .reg .b32 t, l; " + lane + f"shr.u32 t, $1, l; lop3.b32 t, t, {mask}, {_MAGIC[kind]}, 0xea; "
         f"{sub} t, t, $4; {end} }}"
     )
+
+
+def supported(w: DeviceInt, dtype: torch.dtype) -> bool:
+    """Whether `unpacked` takes it: the copy engine wants rows of a multiple of 16 bytes.
+
+    The lanes know their columns by how Hopper's tensor cores take operands from registers: other GPUs are left out.
+    """
+    hopper = not w.words.is_cuda or _capability(w.words.device) == (9, 0)
+    return hopper and dtype in KINDS and w.words.shape[1] % 4 == 0 and w.K >= 64
+
+
+def target(w: DeviceInt, x: Tensor, columns: int) -> dict[str, object]:
+    """The packing as kernels are told it, and the instructions that undo it; Triton's interpreter knows no PTX."""
+    kind, zero = KINDS[x.dtype], w.zero is not None or w.shift is not None
+    form = {"BITS": w.bits, "GROUP": w.group, "ZERO": w.zero is not None, "SHIFT": w.shift is not None}
+    # So many columns in a row have a scale in common, whatever multiple of `columns` they start at.
+    form["SUB"] = math.gcd(columns, WIDEST) if w.group == w.K else math.gcd(columns, w.group, WIDEST)
+    if x.device.type == "cpu":
+        return {**form, "ASM": "", "BIAS": 0}
+    bias = 0 if (w.bits, kind) == (8, "bf16") else MAGIC_BIAS[kind]
+    return {**form, "ASM": unpacking(w.bits, kind, zero), "BIAS": bias}
+
+
+def dependent(x: Tensor) -> dict[str, bool]:
+    """Options of a launch that begins before the one ahead of it has ended, where the device can."""
+    early = x.is_cuda and _capability(x.device) >= (9, 0)
+    return {"DEPENDENT": True, "launch_pdl": True} if early else {"DEPENDENT": False}
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
 @triton.jit
@@ -83,79 +124,3 @@ def unpacked(
         else:
             a = tl.inline_asm_elementwise(ASM, "=r,r,r,r,r,r", [w, s, z, h], dtype=tl.float16, is_pure=True, pack=2)
     return a
-
-
-@triton.jit
-def _reduce(acc, partial, tickets, tile, BN: tl.constexpr, BT: tl.constexpr):
-    """Leaves this part's sum in `partial`; whoever comes last adds all of them, always in the same order.
-
-    Returns the sum and whether this is the last part. The ticket is back at 0 when the kernel ends.
-    """
-    part, parts = tl.program_id(1), tl.num_programs(1)
-    at = tl.arange(0, BN)[:, None] * BT + tl.arange(0, BT)[None, :]
-    tl.store(partial + (tile * parts + part) * (BN * BT) + at, acc)
-    tl.debug_barrier()
-    last = tl.atomic_add(tickets + tile, 1, sem="acq_rel") == parts - 1
-    if last:
-        acc = tl.zeros((BN, BT), tl.float32)
-        for other in range(parts):
-            acc += tl.load(partial + (tile * parts + other) * (BN * BT) + at, cache_modifier=".cg")
-        tl.store(tickets + tile, 0)
-    return acc, last
-
-
-@triton.jit
-def _fetch_ahead(lines, n, start, end, ROW, BN: tl.constexpr):
-    """Bytes start..end of rows n into the L2 cache: weights depend on nothing, nor on the kernel that still runs."""
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r",
-        [lines + n.to(tl.int64) * ROW + start, tl.zeros((BN,), tl.int32) + (end - start)],
-        dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["T"])
-def rows_kernel(
-    x, words, lines, scale, zero, shift, onto, out, partial, tickets, alpha, T, N, K, G, ROW,
-    BITS: tl.constexpr, GROUP: tl.constexpr, SUB: tl.constexpr, ZERO: tl.constexpr, SHIFT: tl.constexpr,
-    BN: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
-    ASM: tl.constexpr, BIAS: tl.constexpr, ONTO: tl.constexpr, DEPENDENT: tl.constexpr, AHEAD: tl.constexpr,
-):  # fmt: skip
-    """out [T, N] = onto + alpha * x [T, K] @ W [N, K]^T for a tile of BN x BT, or for a part of its columns.
-
-    x, words: tensor descriptors, blocks [BT, BK] and [BN, BK * BITS / 32]; lines: the words as a pointer to bytes,
-    ROW of them a row; tickets: zeros, at least as many as there are tiles.
-    """
-    tile, part = tl.program_id(0), tl.program_id(1)
-    chunks = tl.cdiv(K, BK)
-    begin, end = part * chunks // tl.num_programs(1), (part + 1) * chunks // tl.num_programs(1)
-    tiles_n = tl.cdiv(N, BN)
-    first_n, first_t = tile % tiles_n * BN, tile // tiles_n * BT
-    n = tl.minimum(first_n + tl.arange(0, BN), N - 1)
-    if DEPENDENT:
-        gdc_launch_dependents()
-        if AHEAD:
-            _fetch_ahead(lines, n, begin * (BK * BITS // 8), tl.minimum(end * (BK * BITS // 8), ROW), ROW, BN)
-        gdc_wait()
-    acc = tl.zeros((BN, BT), tl.float32)
-    for chunk in tl.range(begin, end, num_stages=STAGES):
-        w = words.load([first_n, chunk * (BK * BITS // 32)])
-        a = unpacked(
-            w, scale, zero, shift, n, chunk * BK, K - 1, G, BITS, GROUP, SUB, BN, BK, ZERO, SHIFT, BIAS, ASM, x.dtype
-        )
-        columns = tl.trans(x.load([first_t, chunk * BK]))
-        if ASM == "":  # the interpreter's dot takes bfloat16 for integers
-            a, columns = a.to(tl.float32), columns.to(tl.float32)
-        acc = tl.dot(a, columns, acc)
-    last = True  # of the parts of this tile
-    if SPLIT:
-        acc, last = _reduce(acc, partial, tickets, tile, BN, BT)
-    if last:
-        t = first_t + tl.arange(0, BT)
-        n = first_n + tl.arange(0, BN)
-        inside = (t < T)[None, :] & (n < N)[:, None]
-        at = t.to(tl.int64)[None, :] * N + n[:, None]
-        acc *= alpha
-        if ONTO:
-            acc += tl.load(onto + at, mask=inside, other=0.0).to(tl.float32)
-        tl.store(out + at, acc.to(x.dtype), mask=inside)
