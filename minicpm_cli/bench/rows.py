@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from statistics import median
 from typing import Any
 
@@ -94,7 +94,7 @@ def place(setting: Setting) -> str:
 def markdown_table(rows: Sequence[Row], workloads: Sequence[str]) -> str:
     """One line per model, scheme and engine, grouped by where it was measured; a column per workload with a value.
 
-    Versions and date are named once a group, in a line above its table.
+    Date and versions are named once a group, in a line above its table; our own, which changes more often, in a column.
     """
     units = {row.workload: row.unit for row in rows}
     columns = [w for w in workloads if w in units]
@@ -106,37 +106,48 @@ def markdown_table(rows: Sequence[Row], workloads: Sequence[str]) -> str:
 
 
 def kernel_table(rows: Sequence[Row]) -> str:
-    """One line per operation that has a limit to stand beside."""
+    """One line per operation that has a limit to stand beside, and the version of ours that was measured."""
     parts = []
     for where, own in _by_place([row for row in latest(rows) if row.limit is not None]):
-        table = [["sizes of", "operation", "rate", "limit", "part of it"], [":--", ":--", "--:", "--:", "--:"]]
+        titles = ["sizes of", "operation", "rate", "limit", "part of it", OUR_ENGINE]
+        table = [titles, [":--", ":--", "--:", "--:", "--:", ":--"]]
         for row in own:
             assert row.limit is not None
             cells = [row.setting.model, row.workload, f"{_cell(row)} {row.unit}", f"{_rounded(row.limit):,g}"]
-            table.append([*cells, f"{row.value / row.limit:.0%}"])
+            table.append([*cells, f"{row.value / row.limit:.0%}", row.setting.versions.get(OUR_ENGINE, "")])
         parts.append(f"{where}:\n\n{_lines(table)}")
     return "\n\n".join(parts)
 
 
 def _by_place(rows: Iterable[Row]) -> list[tuple[str, list[Row]]]:
-    """Rows by device, versions and date, as a line to put above them."""
+    """Rows by device, date and the versions of what is not ours, as a line to put above them."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
         setting = row.setting
-        where = f"{place(setting)}, {setting.date}: {versions_text(setting)}"
+        others = {name: version for name, version in setting.versions.items() if name != OUR_ENGINE}
+        where = f"{place(setting)}, {setting.date}: {versions_text(replace(setting, versions=others))}"
         groups.setdefault(where, []).append(row)
     return list(groups.items())
 
 
 def _table(rows: Sequence[Row], columns: Sequence[str], units: Mapping[str, str]) -> str:
-    lines: dict[tuple[str, ...], dict[str, str]] = {}
+    lines: dict[tuple[str, str, str], dict[str, str]] = {}
+    ours: dict[tuple[str, str, str], dict[str, list[str]]] = {}  # by line: the workloads that each version measured
     for row in rows:
-        setting = row.setting
-        lines.setdefault((setting.model, setting.scheme, setting.engine), {})[row.workload] = _cell(row)
-    table = [["model", "scheme", "engine", *(f"{w} ({units[w]})" for w in columns)]]
-    table.append([":--"] * 3 + ["--:"] * len(columns))
-    table += [[*what, *(values.get(w, "") for w in columns)] for what, values in lines.items()]
+        line = row.setting.model, row.setting.scheme, row.setting.engine
+        lines.setdefault(line, {})[row.workload] = _cell(row)
+        ours.setdefault(line, {}).setdefault(row.setting.versions.get(OUR_ENGINE, ""), []).append(row.workload)
+    table = [["model", "scheme", "engine", *(f"{w} ({units[w]})" for w in columns), OUR_ENGINE]]
+    table.append([":--"] * 3 + ["--:"] * len(columns) + [":--"])
+    for line, values in lines.items():
+        table.append([*line, *(values.get(w, "") for w in columns), _versions_of(ours[line])])
     return _lines(table)
+
+
+def _versions_of(workloads: Mapping[str, Sequence[str]]) -> str:
+    """The version that measured most, and those that measured the others, which are named."""
+    first, *others = sorted(workloads, key=lambda version: -len(workloads[version]))
+    return "; ".join([first, *(f"{', '.join(workloads[version])}: {version}" for version in others)])
 
 
 def _lines(table: Iterable[Sequence[str]]) -> str:

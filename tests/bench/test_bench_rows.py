@@ -68,19 +68,26 @@ def test_the_table_has_a_line_for_each_setting_and_a_column_for_each_workload_th
     rows = [row(CPU, "ttft128", 1234.5), row(CPU, "decode", 20.0, 21.0, 19.5), row(GPU, "decode", 987654.0)]
     rows.append(row(replace(GPU, scheme="w4 g128"), "decode", 1300.0))
     assert markdown_table(rows, ["decode", "unmeasured", "ttft128"]).split("\n") == [
-        "Some CPU, 2 threads, 2026-11-30: minicpm-cli 0.1.0, torch 2.13.0:",
+        "Some CPU, 2 threads, 2026-11-30: torch 2.13.0:",
         "",
-        "| model | scheme | engine | decode (tok/s) | ttft128 (tok/s) |",
-        "| :-- | :-- | :-- | --: | --: |",
-        "| demo | Q4_1 | minicpm-cli | 20 | 1,234 |",
+        "| model | scheme | engine | decode (tok/s) | ttft128 (tok/s) | minicpm-cli |",
+        "| :-- | :-- | :-- | --: | --: | :-- |",
+        "| demo | Q4_1 | minicpm-cli | 20 | 1,234 | 0.1.0 |",
         "",
-        "Some GPU, 2026-11-30: minicpm-cli 0.1.0, torch 2.13.0, driver 580.1:",
+        "Some GPU, 2026-11-30: torch 2.13.0, driver 580.1:",
         "",
-        "| model | scheme | engine | decode (tok/s) |",
-        "| :-- | :-- | :-- | --: |",
-        "| minicpm5-1b | bf16 | minicpm-cli | 987,700 |",
-        "| minicpm5-1b | w4 g128 | minicpm-cli | 1,300 |",
+        "| model | scheme | engine | decode (tok/s) | minicpm-cli |",
+        "| :-- | :-- | :-- | --: | :-- |",
+        "| minicpm5-1b | bf16 | minicpm-cli | 987,700 | 0.1.0 |",
+        "| minicpm5-1b | w4 g128 | minicpm-cli | 1,300 | 0.1.0 |",
     ]
+
+
+def test_a_line_of_several_versions_names_what_the_fewer_measured() -> None:
+    newer = replace(GPU, versions={"minicpm-cli": "0.2.0", "torch": "2.13.0"})
+    rows = [row(GPU, "decode", 1.0), row(GPU, "load", 2.0), row(newer, "load", 3.0), row(GPU, "ttft128", 4.0)]
+    last = markdown_table(rows, ["decode", "ttft128", "load"]).split("\n")[-1]
+    assert last == "| minicpm5-1b | bf16 | minicpm-cli | 1 | 4 | 3 | 0.1.0; load: 0.2.0 |"
 
 
 def test_what_is_no_column_is_in_no_table() -> None:
@@ -92,11 +99,11 @@ def test_operations_stand_beside_their_limits() -> None:
     norm = replace(row(GPU, "norm, 8 rows", 3000.0), unit="GB/s", limit=4000.0)
     assert read_rows(norm.to_json()) == [norm]
     assert kernel_table([row(CPU, "decode"), norm]).split("\n") == [
-        "Some GPU, 2026-11-30: minicpm-cli 0.1.0, torch 2.13.0, driver 580.1:",
+        "Some GPU, 2026-11-30: torch 2.13.0, driver 580.1:",
         "",
-        "| sizes of | operation | rate | limit | part of it |",
-        "| :-- | :-- | --: | --: | --: |",
-        "| minicpm5-1b | norm, 8 rows | 3,000 GB/s | 4,000 | 75% |",
+        "| sizes of | operation | rate | limit | part of it | minicpm-cli |",
+        "| :-- | :-- | --: | --: | --: | :-- |",
+        "| minicpm5-1b | norm, 8 rows | 3,000 GB/s | 4,000 | 75% | 0.1.0 |",
     ]
 
 
