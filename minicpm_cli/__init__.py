@@ -1,3 +1,3 @@
 """Run MiniCPM language models from a terminal: chat, pipelines, batch files."""
 
-__version__ = "0.7.1"
+__version__ = "0.8.0"

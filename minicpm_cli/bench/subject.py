@@ -18,7 +18,7 @@ from minicpm_cli.bench.shapes import raw_config
 from minicpm_cli.bench.weights import RandomSource
 from minicpm_cli.errors import DeviceError
 from minicpm_cli.fleet.fleet import Fleet
-from minicpm_cli.fleet.local import processes
+from minicpm_cli.fleet.local import starter
 from minicpm_cli.hub import resolve
 from minicpm_cli.llm.checkpoint import KERNELS, Checkpoint
 from minicpm_cli.llm.device import choose_device, choose_dtype, dtype_name
@@ -104,7 +104,8 @@ class Subject:
         with self.on_disk() as model:
             files = resolve(model, settings)
             prompter = Prompter.open(self.options, files)
-            links = processes(devices, self.options, files, settings.threads, settings.cache_dir)
+            start = starter(devices, self.options, files, settings.threads, settings.cache_dir)
+            links = [start(number) for number in range(len(devices))]
             with closing(Fleet(prompter, links, _refuse)) as fleet:
                 if (found := fleet.gather()) < len(devices):
                     _refuse(f"{len(devices) - found} of {len(devices)} workers could not load the model")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -63,7 +63,9 @@ def fleet(invocation: Invocation, settings: Settings, crew: Crew) -> Iterator[La
         from minicpm_cli.llm.prompter import Prompter
 
         prompter = Prompter.open(settings.options, files)
-        opened = Fleet(prompter, _links(crew, settings, files), invocation.terminal.note)
+        start = _starter(crew, settings, files)
+        links = [start(number) for number in range(len(crew.devices))]
+        opened = Fleet(prompter, links, invocation.terminal.note, start)
     try:
         info = opened.info
         checkpoint = prompter.checkpoint.with_options(settings.options)
@@ -76,11 +78,12 @@ def fleet(invocation: Invocation, settings: Settings, crew: Crew) -> Iterator[La
         opened.close()
 
 
-def _links(crew: Crew, settings: Settings, files: ModelFiles) -> Sequence[Link]:
+def _starter(crew: Crew, settings: Settings, files: ModelFiles) -> Callable[[int], Link]:
+    """Begins the worker of a number, now or again."""
     if crew.ray is None:
         from minicpm_cli.fleet import local
 
-        return local.processes(crew.devices, settings.options, files, settings.threads, settings.cache_dir)
+        return local.starter(crew.devices, settings.options, files, settings.threads, settings.cache_dir)
     from minicpm_cli.fleet import ray_link
     from minicpm_cli.fleet.messages import Order
 
@@ -88,4 +91,4 @@ def _links(crew: Crew, settings: Settings, files: ModelFiles) -> Sequence[Link]:
     threads = settings.threads or (1 if cpu else None)
     order = Order(replace(settings.options, device=crew.devices[0]), files, threads, settings.cache_dir)
     count, cpus = len(crew.devices), threads or 1
-    return ray_link.links(ray_link.connect(crew.ray, count, cpus), order, count, cpus)
+    return ray_link.starter(ray_link.connect(crew.ray, count, cpus), order, cpus)

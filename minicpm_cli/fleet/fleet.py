@@ -2,8 +2,8 @@
 
 Every worker holds as many requests as it has seats, and a few more, so that it never waits for the next. Requests with
 the beginning of an earlier one go to the worker that has that beginning in its cache, while it is not much busier than
-the others. What waits at one while another has a seat free goes there. What ran on a worker that dies is begun again on
-another: draws depend on a request alone, so its answer is the same but for rounding.
+the others. What waits at one while another has a seat free goes there. A worker that dies is begun again, and so is
+what ran on it: draws depend on a request alone, so its answer is the same but for rounding.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
 
 from minicpm_cli.errors import DeviceError, MinicpmError
+from minicpm_cli.fleet.again import Again
 from minicpm_cli.fleet.link import Link
 from minicpm_cli.fleet.messages import Ask, Begun, Failed, Finished, FromWorker, Ready, Recall, Returned, Stop, Unsent
 from minicpm_cli.llm.info import LLMInfo, Speculated, Totals
@@ -23,11 +24,12 @@ from minicpm_cli.types import Event, Request, SamplingParams
 _AHEAD = 8  # one in so many seats is asked for ahead
 _BEGINNING = 256  # tokens that decide where a request goes
 _BEGINNINGS = 4096  # that are remembered
-_TRIES = 3  # workers that a request may see die
+_LIVES = 16  # of a worker in a row that may end without an answer
+_LOADS = 3  # of them, while they load
 _SECONDS = 0.02  # between looks for new requests
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Worker:
     link: Link
     info: LLMInfo | None = None
@@ -36,10 +38,15 @@ class _Worker:
     totals: Totals = field(default_factory=Totals)
     gpu_peak_bytes: int | None = None
     alive: bool = True
+    loaded: bool = False
+    lives: int = 1  # since the last answer of a worker at this place
+    apart: bool = False  # takes nothing but a group of requests that are to be alone
+    group: bool = False  # has it
 
     @property
     def seats(self) -> int:
-        return self.info.max_seqs if self.alive and self.info is not None else 0
+        """For whatever comes."""
+        return self.info.max_seqs if self.alive and self.loaded and self.info is not None and not self.apart else 0
 
     @property
     def room(self) -> int:
@@ -71,36 +78,46 @@ class _Worker:
 
 
 class Fleet:
-    """See `minicpm_cli.llm.info.LanguageModel`. `notify` is told in words that a worker is gone."""
+    """See `minicpm_cli.llm.info.LanguageModel`. `notify` is told in words that a worker is gone.
+
+    `anew` begins the worker of a number again after its death, if it had its model before; None: none is.
+    """
 
     def __init__(
-        self, prompter: Prompter, links: Sequence[Link], notify: Callable[[str], None] = lambda _: None
+        self,
+        prompter: Prompter,
+        links: Sequence[Link],
+        notify: Callable[[str], None] = lambda _: None,
+        anew: Callable[[int], Link] | None = None,
     ) -> None:
-        self._prompter, self._notify = prompter, notify
-        self._inbox: SimpleQueue[tuple[int, FromWorker | None]] = SimpleQueue()
+        self._prompter, self._notify, self._anew = prompter, notify, anew
+        self._inbox: SimpleQueue[tuple[_Worker, FromWorker | None]] = SimpleQueue()
         self._workers = [_Worker(link) for link in links]
+        self._before: list[_Worker] = []  # whose places others have
         self._places: OrderedDict[int, int] = OrderedDict()  # where a beginning was seen last
-        self._tries: dict[str, int] = {}
+        self._again = Again()
         self._epoch = 0
         self.defaults: SamplingParams = prompter.defaults
         self.speculated = Speculated()
-        for number, worker in enumerate(self._workers):
-            worker.link.begin(lambda message, number=number: self._inbox.put((number, message)))  # type: ignore[misc]
+        for worker in self._workers:
+            self._listen(worker)
         try:
             self._load()
         except BaseException:
             self.close()
             raise
 
+    def _listen(self, worker: _Worker) -> None:
+        worker.link.begin(lambda message: self._inbox.put((worker, message)))
+
     def _load(self) -> None:
         """Until one worker has its model: others join when they have theirs. Raises what the last of them met."""
         error: Exception = DeviceError("all workers ended while they loaded the model.")
         lost: list[str] = []
         while all(worker.info is None for worker in self._workers):
-            number, message = self._inbox.get()
-            worker = self._workers[number]
+            worker, message = self._inbox.get()
             if isinstance(message, Ready):
-                worker.info = message.info
+                worker.info, worker.loaded = message.info, True
             elif isinstance(message, Failed | None) and worker.alive:
                 worker.alive, error = False, error if message is None else message.error
                 lost.append(f"a worker failed while it loaded: {'it was killed' if message is None else error}")
@@ -111,7 +128,7 @@ class Fleet:
 
     def gather(self) -> int:
         """Waits until every worker has its model, or is gone; how many have it. Not while a stream runs."""
-        while any(worker.alive and worker.info is None for worker in self._workers):
+        while any(worker.alive and not worker.loaded for worker in self._workers):
             list(self._told())
         return self._check_alive()
 
@@ -133,7 +150,7 @@ class Fleet:
     @property
     def totals(self) -> Totals:
         """Of answers that are finished."""
-        every = [worker.totals for worker in self._workers]
+        every = [worker.totals for worker in (*self._before, *self._workers)]
         return Totals(
             sum(totals.prompt_tokens for totals in every),
             sum(totals.cached_tokens for totals in every),
@@ -143,7 +160,8 @@ class Fleet:
     @property
     def gpu_peak_bytes(self) -> int | None:
         """Of the worker that took most."""
-        return max((worker.gpu_peak_bytes for worker in self._workers if worker.gpu_peak_bytes), default=None)
+        peaks = (worker.gpu_peak_bytes for worker in (*self._before, *self._workers))
+        return max((peak for peak in peaks if peak), default=None)
 
     def encoded(self, request: Request) -> Request:
         return self._prompter.encoded(request)
@@ -163,15 +181,16 @@ class Fleet:
     def close(self) -> None:
         for worker in self._workers:
             worker.link.close()
-        for worker in self._workers:
+        for worker in (*self._before, *self._workers):
             worker.link.join()
 
     def stream(self, requests: Iterable[Request | None]) -> Generator[Event]:
         self._epoch += 1
         source, more = iter(requests), True
         try:
-            while more or self._open:
+            while more or self._open or self._again:
                 self._check_alive()
+                self._hand_again()
                 more = more and self._ask(source)
                 self._level()
                 yield from self._told()
@@ -179,7 +198,8 @@ class Fleet:
             for worker in self._workers:
                 if worker.drop():
                     worker.link.send(Stop())
-            self._tries.clear()
+                worker.apart = worker.group = False
+            self._again = Again()
 
     @property
     def _open(self) -> bool:
@@ -210,6 +230,20 @@ class Fleet:
                 worker.recalled.update(ids)
                 worker.link.send(Recall(self._epoch, tuple(ids)))
                 free -= count
+
+    def _hand_again(self) -> None:
+        """What waits for a worker goes to those that have seats; what is to be alone, to one that has nothing else."""
+        while self._again.waiting and self._workers[number := self._emptiest()].seats:
+            self._hand(self._again.waiting.popleft(), number)
+        if self._again.groups and not any(worker.apart for worker in self._workers):
+            best = self._workers[self._emptiest()]
+            best.apart = best.seats > 0
+        for number, worker in enumerate(self._workers):
+            if worker.apart and worker.alive and not worker.open:
+                group = self._again.groups.popleft() if self._again.groups else ()
+                worker.apart = worker.group = bool(group)
+                for request in group:
+                    self._hand(request, number)
 
     def _hand(self, request: Request, number: int) -> None:
         worker = self._workers[number]
@@ -242,10 +276,11 @@ class Fleet:
     def _told(self) -> Iterator[Event]:
         """What the workers said, after a short wait."""
         try:
-            number, message = self._inbox.get(timeout=_SECONDS)
+            worker, message = self._inbox.get(timeout=_SECONDS)
             while True:
-                yield from self._heard(number, message)
-                number, message = self._inbox.get_nowait()
+                if worker in self._workers:  # a dead one that was begun again has been heard
+                    yield from self._heard(self._workers.index(worker), message)
+                worker, message = self._inbox.get_nowait()
         except Empty:
             return
 
@@ -254,17 +289,18 @@ class Fleet:
         if isinstance(message, Begun) and message.epoch == self._epoch:
             yield Event(message.id)
         elif isinstance(message, Finished):
-            worker.totals, worker.gpu_peak_bytes = message.totals, message.gpu_peak_bytes
+            worker.totals, worker.gpu_peak_bytes, worker.lives = message.totals, message.gpu_peak_bytes, 1
             if message.epoch == self._epoch and worker.end(message.id) is not None:
                 yield from message.events
         elif isinstance(message, Returned):
             if message.epoch == self._epoch and (request := worker.end(message.id)) is not None:
-                self._hand(request, self._emptiest())
+                self._again.waiting.append(request)
+                self._hand_again()
         elif isinstance(message, Unsent):
             if message.epoch == self._epoch and worker.end(message.id) is not None:
                 yield Event(message.id, finish="error", error=message.error)
         elif isinstance(message, Ready):
-            worker.info = message.info
+            worker.info, worker.loaded = message.info, True
         elif isinstance(message, Failed):
             self._notify(f"a worker failed: {message.error}")
             yield from self._lost(number)
@@ -272,20 +308,38 @@ class Fleet:
             yield from self._lost(number)
 
     def _lost(self, number: int) -> Iterator[Event]:
-        """Its requests go to the others, each of them until it has seen too many die."""
+        """Its requests go to the others, or to the one that is begun in its place."""
         worker = self._workers[number]
         if not worker.alive:
             return
-        worker.alive, left = False, worker.drop()
+        worker.alive, left, apart = False, worker.drop(), worker.group
+        worker.apart = worker.group = False
         worker.link.close()
+        begun = self._begin_again(number)
         if not left and not any(other.alive for other in self._workers):
             return  # what it has sent before may have been the last that was asked for
         alive = self._check_alive()
-        self._notify(f"a worker has ended; its {len(left)} requests go to the other {alive}")
-        for request in left:
-            self._tries[request.id] = self._tries.get(request.id, 0) + 1
-            if self._tries[request.id] < _TRIES:
-                self._hand(request, self._place(request))
-            else:
-                error = MinicpmError(f"{_TRIES} workers ended while they worked on this request.")
-                yield Event(request.id, finish="error", error=error)
+        others = "is begun again, as are" if begun else f"the other {alive} take"
+        self._notify(f"a worker has ended; {'it ' if begun else ''}{others} its {len(left)} requests")
+        given_up = self._again.died(left, apart=apart)
+        if given_up is not None:
+            count = self._again.deaths[given_up.id]
+            error = MinicpmError(f"{count} workers ended while they worked on this request, the last on nothing else.")
+            yield Event(given_up.id, finish="error", error=error)
+        self._hand_again()
+
+    def _begin_again(self, number: int) -> bool:
+        """Not one that never had its model, nor one that ends time and again without an answer."""
+        worker = self._workers[number]
+        if self._anew is None or worker.info is None or worker.lives >= (_LIVES if worker.loaded else _LOADS):
+            return False
+        worker.link.kill()  # one that says it failed may still hold a GPU's memory
+        try:
+            link = self._anew(number)
+        except (MinicpmError, OSError) as error:
+            self._notify(f"a worker cannot be begun again: {error}")
+            return False
+        self._before.append(worker)
+        self._workers[number] = _Worker(link, worker.info, lives=worker.lives + 1)
+        self._listen(self._workers[number])
+        return True

@@ -33,6 +33,9 @@ class Link(Protocol):
     def close(self) -> None:
         """Tells the worker to end."""
 
+    def kill(self) -> None:
+        """Ends it at once, whatever it does."""
+
     def join(self) -> None:
         """Waits for its end, after `close`."""
 
@@ -57,6 +60,10 @@ class ConnectionLink:
     def close(self) -> None:
         self._out.put(None)
         self._deadline = time.monotonic() + _SECONDS
+
+    def kill(self) -> None:
+        with suppress(OSError):
+            shut(self._connection, socket.SHUT_RDWR)
 
     def join(self) -> None:
         for thread in self._threads:
@@ -130,6 +137,10 @@ class ProcessLink(ConnectionLink):
         super().close()
         if not self._ready:  # it is loading, and looks at nothing meanwhile
             self._process.kill()
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
 
     def join(self) -> None:
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,10 +14,12 @@ from minicpm_cli.hub.files import ModelFiles
 from minicpm_cli.settings import LoadOptions
 
 
-def processes(
+def starter(
     devices: Sequence[str], options: LoadOptions, files: ModelFiles, threads: int | None, cache: Path | None
-) -> list[ProcessLink]:
-    """Started, and told what to load. On one CPU they share the cores, unless `threads` says how many each takes.
+) -> Callable[[int], ProcessLink]:
+    """Starts the process for the device of a number, and tells it what to load.
+
+    On one CPU they share the cores, unless `threads` says how many each takes.
 
     Raises DeviceError where there are too few GPUs.
     """
@@ -25,7 +27,7 @@ def processes(
         threads = threads or max(_cores() // len(devices), 1)
     else:
         _check_there(len(devices))
-    return [ProcessLink(Order(replace(options, device=device), files, threads, cache)) for device in devices]
+    return lambda number: ProcessLink(Order(replace(options, device=devices[number]), files, threads, cache))
 
 
 def _check_there(count: int) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Pipe
 from queue import SimpleQueue
@@ -68,15 +68,14 @@ class RayLink:
     def close(self) -> None:
         self._closed = True
         self._out.put(None)
-        with suppress(Exception):  # it may be gone, or its cluster
-            self._ray.kill(self._actor)
+        self.kill()
 
     def join(self) -> None:
         pass
 
     def kill(self) -> None:
-        """As a node that goes down does; for tests."""
-        self._ray.kill(self._actor)
+        with suppress(Exception):  # it may be gone, or its cluster
+            self._ray.kill(self._actor)
 
     def _send(self, told: Callable[[FromWorker | None], None]) -> None:
         with suppress(Exception):  # whoever hears tells that the actor is gone
@@ -112,9 +111,9 @@ def connect(address: str, workers: int, cpus: int) -> Any:
     return ray
 
 
-def links(ray: Any, order: Order, workers: int, cpus: int) -> Sequence[RayLink]:
-    """An actor for each worker: `cpus` cores, or a GPU where the order's device is no CPU. Those that find no place
-    now wait for a node.
+def starter(ray: Any, order: Order, cpus: int) -> Callable[[int], RayLink]:
+    """Makes the actor of a worker: `cpus` cores, or a GPU where the order's device is no CPU. One that finds no place
+    now waits for a node.
     """
     needs = {"num_cpus": cpus, "num_gpus": 0} if order.options.device == "cpu" else {"num_cpus": 1, "num_gpus": 1}
 
@@ -123,4 +122,4 @@ def links(ray: Any, order: Order, workers: int, cpus: int) -> Sequence[RayLink]:
         "hear": ray.method(concurrency_group="hear")(Hosted.hear),
     }
     remote = ray.remote(concurrency_groups={"tell": 1, "hear": 1}, **needs)(type("Worker", (Hosted,), members))
-    return [RayLink(ray, remote.remote(order)) for _ in range(workers)]
+    return lambda _: RayLink(ray, remote.remote(order))

@@ -28,6 +28,7 @@ from minicpm_cli.types import Event, Message, Request, SamplingParams, Timings, 
 
 _AHEAD = 2  # requests in hand beyond the seats
 _BAD = "bad"  # a request with this in its text ends with an error
+_POISON = "poison"  # an engine that begins one with this in its text dies
 
 
 class Engine(FakeLLM):
@@ -58,6 +59,8 @@ class Engine(FakeLLM):
             time.sleep(self._rng.random() * self._step)
             for ident in list(live)[: self.seats]:
                 event = live[ident].popleft()
+                if event.text.startswith(_POISON):
+                    raise OSError("as if its process had ended")
                 if event.finish is not None:
                     del live[ident]
                     self.totals = Totals(generated_tokens=self.totals.generated_tokens + 1)
@@ -134,25 +137,36 @@ class Prompter:
 
 @dataclass
 class Run:
-    """One fleet from its beginning to its end, as a seed decides. `told` are all of its streams' answers."""
+    """One fleet from its beginning to its end, as a seed decides. `told` are all of its streams' answers.
+
+    With `again` its workers are begun again; every second such fleet has requests that kill whoever takes them, the
+    others lose workers by accident.
+    """
 
     seed: int
     requests: int = 24
+    again: bool = False
     told: int = 0
     recalled: int = 0
     died: int = 0
+    poisoned: int = 0
 
     def go(self) -> None:
         rng = self._rng = random.Random(self.seed)
         step = rng.choice([0.0, 0.001, 0.004])
-        members = [
-            Member(
-                Engine(random.Random(rng.random()), rng.randint(1, 6), step * rng.choice([1, 1, 5])),
-                rng.choice([0.0, 0.0, 0.03]),
-            )
-            for _ in range(rng.randint(1, 4))
-        ]
-        fleet = Fleet(Prompter(), [member.link for member in members])  # type: ignore[arg-type]
+
+        def begun() -> Member:
+            engine = Engine(random.Random(rng.random()), rng.randint(1, 6), step * rng.choice([1, 1, 5]))
+            return Member(engine, rng.choice([0.0, 0.0, 0.03]))
+
+        members = [begun() for _ in range(rng.randint(1, 4))]
+
+        def anew(_: int) -> ConnectionLink:
+            members.append(begun())
+            return members[-1].link
+
+        links = [member.link for member in members]
+        fleet = Fleet(Prompter(), links, anew=anew if self.again else None)  # type: ignore[arg-type]
         killer = threading.Thread(target=self._kill, args=(random.Random(rng.random()), members), daemon=True)
         try:
             killer.start()
@@ -169,9 +183,15 @@ class Run:
             member.thread.join(10)
             assert not member.thread.is_alive(), "a worker goes on without its fleet"
 
+    @property
+    def _poisons(self) -> bool:
+        return self.again and self.seed % 2 == 1
+
     def _kill(self, rng: random.Random, members: list[Member]) -> None:
         """Now and then all of them, mostly all but one at the most."""
-        last = 0 if rng.random() < 0.1 else 1
+        if self._poisons:
+            return
+        last = 0 if self.again or rng.random() < 0.1 else 1
         for member in rng.sample(members, rng.randint(0, len(members) - last)):
             time.sleep(rng.random() * 0.06)
             member.kill()
@@ -188,6 +208,7 @@ class Run:
                 if count == leave:
                     break
         except DeviceError:
+            assert not self.again
             assert all(member.dead for member in members)
             return
         finally:
@@ -200,6 +221,8 @@ class Run:
         """Its id comes again in the next stream, its text does not."""
         text = " ".join(f"{stream}.{ident}.{word}" for word in range(rng.choice([0, 1, 3, 20])))
         beginning = [rng.randint(0, 3)] * 256
+        if self._poisons and rng.random() < 0.05:
+            text = f"{_POISON} {text}"
         bad = f" {_BAD}" if rng.random() < 0.1 else ""
         return Request(str(ident), (Message("user", text + bad),), ids=beginning)
 
@@ -216,7 +239,12 @@ class Run:
         assert len(ends) == 1, (request.id, len(ends))
         assert events[-1] is ends[0], "nothing follows an end"
         self.told += 1
-        if ends[0].finish == "error":
-            assert str(ends[0].error) == text_of(request) or "workers ended" in str(ends[0].error)
+        poison = text_of(request).startswith(_POISON) and _BAD not in text_of(request)
+        self.poisoned += poison
+        if poison or "workers ended" in str(ends[0].error):
+            assert "workers ended" in str(ends[0].error)
+            assert poison or not self._poisons, "somebody else's fault"
+        elif ends[0].finish == "error":
+            assert str(ends[0].error) == text_of(request)
         else:
             assert "".join(event.text for event in events).split() == text_of(request).split()

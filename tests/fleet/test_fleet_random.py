@@ -19,11 +19,22 @@ def test_each_request_has_one_answer_whatever_befalls_the_workers() -> None:
     assert sum(run.died for run in runs) > 10
 
 
+def test_each_request_has_one_answer_where_workers_are_begun_again() -> None:
+    """Whoever kills whatever takes it is given up alone; nobody else is, and no run ends."""
+    runs = [Run(seed, again=True) for seed in range(30)]
+    for run in runs:
+        run.go()
+    assert sum(run.told for run in runs) > 250
+    assert sum(run.died for run in runs) > 10
+    assert sum(run.poisoned for run in runs) > 10
+
+
 def test_nothing_is_left_of_fleets_that_were_closed() -> None:
     Run(1000).go()
     before = _left()
     for seed in range(1001, 1006):
         Run(seed).go()
+        Run(seed, again=True).go()
     threads, files = _left()
     assert threads <= before[0]
     assert files <= before[1]
@@ -40,5 +51,6 @@ def _left() -> tuple[int, int]:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_each_request_has_one_answer_for_minutes() -> None:
-    for seed in range(10_000, 13_000):
+    for seed in range(10_000, 12_000):
         Run(seed).go()
+        Run(seed, again=True).go()

@@ -31,12 +31,15 @@ def ray() -> Iterator[Any]:
     connected.shutdown()
 
 
-def test_an_actor_that_is_killed_costs_nothing_but_time(ray: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [2, 1])
+def test_an_actor_that_is_killed_costs_nothing_but_time(ray: Any, tmp_path: Path, count: int) -> None:
+    """Another takes its place, or is in time for what the only one has left."""
     order = order_of(tmp_path)
     with closing(LLM.open(order.options, order.files, threads=1)) as llm:
         alone = texts(llm.stream(asked()))
-    links, said = ray_link.links(ray, order, 2, 1), list[str]()
-    with closing(Fleet(Prompter.open(order.options, order.files), links, said.append)) as fleet:
+    start, said = ray_link.starter(ray, order, 1), list[str]()
+    links = [start(number) for number in range(count)]
+    with closing(Fleet(Prompter.open(order.options, order.files), links, said.append, start)) as fleet:
         together: dict[str, str] = {}
         for number, event in enumerate(fleet.stream([fleet.encoded(request) for request in asked()])):
             if number == 4:
@@ -45,6 +48,7 @@ def test_an_actor_that_is_killed_costs_nothing_but_time(ray: Any, tmp_path: Path
             together[event.id] = together.get(event.id, "") + event.text
     assert together == alone
     assert len(together) == COUNT
+    assert len(said) == 1
 
 
 def test_no_cluster_is_an_error_that_says_so() -> None:

@@ -1,0 +1,185 @@
+"""Workers that are begun again, and what ran on them: nobody pays for another's fault, and nothing goes on for ever."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fleet_cases import asked as asked_of_processes
+from fleet_cases import order_of, texts
+from fleet_model import Prompter
+from test_fleet_faults import Scripted, asked, ends, ready
+
+from minicpm_cli.errors import DeviceError, MinicpmError
+from minicpm_cli.fleet.again import Again
+from minicpm_cli.fleet.fleet import _LIVES, _LOADS, Fleet
+from minicpm_cli.fleet.link import ProcessLink
+from minicpm_cli.fleet.messages import Ask, Failed, Finished
+from minicpm_cli.llm.info import Totals
+from minicpm_cli.llm.llm import LLM
+from minicpm_cli.llm.prompter import Prompter as RealPrompter
+from minicpm_cli.types import Event
+
+
+def begun_again(script: Callable[[Any], None], said: list[str] | None = None) -> tuple[Fleet, list[Scripted]]:
+    """A fleet of one worker, and all that took its place."""
+    links = [Scripted(script)]
+
+    def anew(number: int) -> Scripted:
+        assert number == 0
+        links.append(Scripted(script))
+        return links[-1]
+
+    return Fleet(Prompter(), links[:], (said if said is not None else []).append, anew), links  # type: ignore[arg-type]
+
+
+def answering(end: Any, deadly: set[str], seats: int = 8) -> None:
+    """Answers what it reads, unless something deadly has come with it."""
+    end.send(ready(seats))
+    count = 0
+    while True:
+        messages = [end.recv()]
+        while end.poll(0.05):
+            messages.append(end.recv())
+        found = [message for message in messages if isinstance(message, Ask)]
+        if deadly & {message.request.id for message in found}:
+            return
+        for message in found:
+            count += 1
+            done = Event(message.request.id, finish="stop")
+            end.send(Finished(message.epoch, message.request.id, (done,), Totals(generated_tokens=count), 7))
+
+
+def test_the_first_death_is_nobody_s_fault() -> None:
+    again, requests = Again(), asked(6)
+    assert again.died(requests, apart=False) is None
+    assert list(again.waiting) == requests
+    assert not again.groups
+
+
+def test_what_died_twice_is_begun_in_halves_until_one_is_alone() -> None:
+    again, requests = Again(), asked(5)
+    for _ in range(2):
+        again.waiting.clear()
+        again.died(requests, apart=False)
+    assert [len(group) for group in again.groups] == [3, 2]
+    first = again.groups.popleft()
+    assert again.died(first, apart=True) is None
+    assert [[request.id for request in group] for group in again.groups] == [["3", "4"], ["0", "1"], ["2"]]
+    assert again.died([requests[2]], apart=True) is requests[2]
+    assert not again.waiting
+
+
+def test_one_that_was_the_only_one_by_chance_is_not_given_up_at_once() -> None:
+    again, (request,) = Again(), asked(1)
+    assert again.died([request], apart=False) is None
+    assert again.died([request], apart=False) is None
+    assert again.died([request], apart=True) is request
+
+
+def test_only_what_kills_a_worker_is_given_up() -> None:
+    said = list[str]()
+    fleet, links = begun_again(lambda end: answering(end, {"3", "17"}), said)
+    with closing(fleet):
+        found = ends(fleet.stream(asked(20)))
+        assert {name for name, end in found.items() if end == "error"} == {"3", "17"}
+        assert len(found) == 20
+        assert fleet.totals.generated_tokens == 18, "those of workers that are gone count"
+        assert fleet.gpu_peak_bytes == 7
+        assert ends(fleet.stream(asked(3))) == dict.fromkeys("012", "stop")
+    assert len(said) == len(links) - 1
+    assert "is begun again" in said[0]
+
+
+def test_one_that_says_it_failed_is_begun_again_once() -> None:
+    lives = iter(range(9))
+
+    def script(end: Any) -> None:
+        if next(lives):
+            answering(end, set())
+        end.send(ready())
+        end.recv()
+        end.send(Failed(MinicpmError("a broken GPU")))
+        while True:
+            end.recv()  # until the fleet hangs up
+
+    fleet, links = begun_again(script)
+    with closing(fleet):
+        assert set(ends(fleet.stream(asked(4))).values()) == {"stop"}
+    assert len(links) == 2
+
+
+def test_a_worker_that_never_answers_is_not_begun_for_ever() -> None:
+    def script(end: Any) -> None:
+        end.send(ready())
+        end.recv()
+
+    fleet, links = begun_again(script)
+    with closing(fleet):
+        for _ in range(_LIVES // 3):  # a stream of one request gives that up after its third death
+            assert ends(fleet.stream(asked(1))) == {"0": "error"}
+        with pytest.raises(DeviceError, match="all workers have ended"):
+            list(fleet.stream(asked(1)))
+    assert len(links) == _LIVES
+
+
+def test_a_worker_that_cannot_load_any_more_is_not_begun_for_ever() -> None:
+    lives = iter(range(99))
+
+    def script(end: Any) -> None:
+        if next(lives) == 0:
+            end.send(ready())
+            end.recv()
+
+    fleet, links = begun_again(script)
+    with closing(fleet), pytest.raises(DeviceError, match="all workers have ended"):
+        list(fleet.stream(asked(4)))
+    assert len(links) == _LOADS
+
+
+def test_one_that_never_had_its_model_is_not_begun_again() -> None:
+    with pytest.raises(DeviceError, match="all workers ended while they loaded"):
+        begun_again(lambda end: None)
+
+
+def test_what_cannot_be_begun_is_told() -> None:
+    def anew(number: int) -> Any:
+        raise OSError("no memory for another process")
+
+    said = list[str]()
+
+    def script(end: Any) -> None:
+        end.send(ready())
+        end.recv()
+
+    fleet = Fleet(Prompter(), [Scripted(script)], said.append, anew)  # type: ignore[arg-type]
+    with closing(fleet), pytest.raises(DeviceError, match="all workers have ended"):
+        list(fleet.stream(asked(4)))
+    assert said == ["a worker cannot be begun again: no memory for another process"]
+
+
+def test_the_only_process_is_killed_twice_and_all_is_answered_the_same(tmp_path: Path) -> None:
+    order = order_of(tmp_path)
+    with closing(LLM.open(order.options, order.files, threads=1)) as llm:
+        alone = texts(llm.stream(asked_of_processes()))
+    links, said = [ProcessLink(order)], list[str]()
+
+    def anew(_: int) -> ProcessLink:
+        links.append(ProcessLink(order))
+        return links[-1]
+
+    together: dict[str, str] = {}
+    with closing(Fleet(RealPrompter.open(order.options, order.files), links[:], said.append, anew)) as fleet:
+        for number, event in enumerate(fleet.stream([fleet.encoded(request) for request in asked_of_processes()])):
+            if number in (4, 30):
+                os.kill(links[-1].pid, signal.SIGKILL)
+            assert event.error is None, event.error
+            together[event.id] = together.get(event.id, "") + event.text
+    assert together == alone
+    assert (len(links), len(said)) == (3, 2)
+    assert [link._process.returncode for link in links] == [-signal.SIGKILL, -signal.SIGKILL, 0]
