@@ -62,6 +62,7 @@ class FakeLLM:
     gpu_peak_bytes: int | None = None
     cancelled: list[str] = field(default_factory=list)
     running: int = 0
+    steps: int = 0
     open_texts: Callable[[], object] | None = None
 
     @property

@@ -8,6 +8,7 @@ what ran on it: draws depend on a request alone, so its answer is the same but f
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,6 +28,8 @@ _BEGINNINGS = 4096  # that are remembered
 _LIVES = 16  # of a worker in a row that may end without an answer
 _LOADS = 3  # of them, while they load
 _SECONDS = 0.02  # between looks for new requests
+_SILENCE = 1800.0  # seconds without a step of its engine after which a worker is ended: a step may take minutes
+_ABSENCE = 60.0  # seconds after which nobody was there to listen: this process was stopped, or its reader was
 
 
 @dataclass(slots=True, eq=False)
@@ -40,6 +43,7 @@ class _Worker:
     alive: bool = True
     loaded: bool = False
     lives: int = 1  # since the last answer of a worker at this place
+    heard: float = field(default_factory=time.monotonic)  # when it was last
     apart: bool = False  # takes nothing but a group of requests that are to be alone
     group: bool = False  # has it
 
@@ -97,6 +101,7 @@ class Fleet:
         self._places: OrderedDict[int, int] = OrderedDict()  # where a beginning was seen last
         self._again = Again()
         self._epoch = 0
+        self._looked = 0.0  # when somebody last listened
         self.defaults: SamplingParams = prompter.defaults
         self.speculated = Speculated()
         for worker in self._workers:
@@ -186,10 +191,12 @@ class Fleet:
 
     def stream(self, requests: Iterable[Request | None]) -> Generator[Event]:
         self._epoch += 1
+        self._looked = time.monotonic()
         source, more = iter(requests), True
         try:
             while more or self._open or self._again:
                 self._check_alive()
+                yield from self._silent()
                 self._hand_again()
                 more = more and self._ask(source)
                 self._level()
@@ -247,6 +254,8 @@ class Fleet:
 
     def _hand(self, request: Request, number: int) -> None:
         worker = self._workers[number]
+        if not worker.open:
+            worker.heard = time.monotonic()
         worker.open[request.id] = request
         worker.link.send(Ask(self._epoch, request))
 
@@ -286,6 +295,7 @@ class Fleet:
 
     def _heard(self, number: int, message: FromWorker | None) -> Iterator[Event]:
         worker = self._workers[number]
+        worker.heard = time.monotonic()
         if isinstance(message, Begun) and message.epoch == self._epoch:
             yield Event(message.id)
         elif isinstance(message, Finished):
@@ -306,6 +316,18 @@ class Fleet:
             yield from self._lost(number)
         elif message is None:
             yield from self._lost(number)
+
+    def _silent(self) -> Iterator[Event]:
+        """Ends workers that have work and take no steps, as when a GPU hangs."""
+        now, before = time.monotonic(), self._looked
+        self._looked = now
+        for number, worker in enumerate(self._workers):
+            if now - before > _ABSENCE:
+                worker.heard = now
+            elif worker.loaded and worker.alive and worker.open and now - worker.heard > _SILENCE:
+                self._notify(f"a worker has taken no step for {_SILENCE / 60:.0f} minutes, and is ended")
+                worker.link.kill()
+                yield from self._lost(number)
 
     def _lost(self, number: int) -> Iterator[Event]:
         """Its requests go to the others, or to the one that is begun in its place."""

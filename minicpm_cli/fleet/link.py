@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from minicpm_cli.errors import MinicpmError
 from minicpm_cli.fleet.messages import Ask, Failed, FromWorker, Order, ToWorker, Unsent
 
-_SECONDS = 10.0  # for a worker to end by itself
+_SECONDS = 10.0  # for a worker to end by itself, and to be gone when it is killed
 # With our path: in the folder that a user is in, random.py may be anything.
 _PROGRAM = "import sys; sys.path[:] = sys.argv[2:]; from minicpm_cli.fleet.worker import main; main(int(sys.argv[1]))"
 
@@ -140,14 +140,14 @@ class ProcessLink(ConnectionLink):
 
     def kill(self) -> None:
         self._process.kill()
-        self._process.wait()
+        with suppress(subprocess.TimeoutExpired):  # it hangs in a driver: nobody can end it
+            self._process.wait(_SECONDS)
 
     def join(self) -> None:
         try:
             self._process.wait(max(self._deadline - time.monotonic(), 0))
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+            self.kill()
         self._deadline += 1  # its end of the connection is closed now
         super().join()
 

@@ -50,6 +50,11 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True)
+class Alive:
+    """From a worker whose engine has taken a step since it was last heard of."""
+
+
+@dataclass(frozen=True, slots=True)
 class Begun:
     """From a worker: the prompt of a request is computed."""
 
@@ -95,4 +100,4 @@ class Unsent:
 
 
 ToWorker = Ask | Recall | Stop
-FromWorker = Ready | Begun | Finished | Returned | Failed | Unsent
+FromWorker = Ready | Alive | Begun | Finished | Returned | Failed | Unsent

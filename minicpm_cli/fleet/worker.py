@@ -10,20 +10,26 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from socket import gethostname
 from typing import Protocol
 
 from minicpm_cli.errors import MinicpmError, ModelNotFound
-from minicpm_cli.fleet.messages import Ask, Begun, Failed, Finished, FromWorker, Order, Ready, Recall, Returned
+from minicpm_cli.fleet.messages import Alive, Ask, Begun, Failed, Finished, FromWorker, Order, Ready, Recall, Returned
 from minicpm_cli.llm.info import LanguageModel
 from minicpm_cli.types import Event, Request
+
+BEAT = 10.0  # seconds
 
 
 class Model(LanguageModel, Protocol):
     """What a worker needs of an LLM."""
+
+    @property
+    def steps(self) -> int:
+        """That its engine has taken. From any thread."""
 
     def cancel(self, request_id: str) -> None:
         """Its last event, before the next step, says "cancelled"; nothing where it is not running. From any thread."""
@@ -100,15 +106,38 @@ def serve(llm: Model, connection: Connection, outbox: Outbox) -> None:
     """Until the other side is gone."""
     inbox = Inbox(connection, llm, outbox)
     outbox.send(Ready(llm.info))
-    while inbox.wait():
-        inbox.begin()
-        asked = Asked(inbox)
-        with closing(llm.stream(asked.requests())) as events:
-            for event in events:
-                if inbox.stopped:
-                    break
-                for message in asked.messages(llm, event):
-                    outbox.send(message)
+    with _beating(llm, outbox):
+        while inbox.wait():
+            inbox.begin()
+            asked = Asked(inbox)
+            with closing(llm.stream(asked.requests())) as events:
+                for event in events:
+                    if inbox.stopped:
+                        break
+                    for message in asked.messages(llm, event):
+                        outbox.send(message)
+
+
+@contextmanager
+def _beating(llm: Model, outbox: Outbox) -> Iterator[None]:
+    """The other side hears from time to time that there were steps: a long prompt, or a long answer, tells nothing."""
+    ended = threading.Event()
+
+    def beat() -> None:
+        seen = 0
+        with suppress(OSError):  # the other side is gone, which is heard elsewhere
+            while not ended.wait(BEAT):
+                if (steps := llm.steps) != seen:
+                    seen = steps
+                    outbox.send(Alive())
+
+    thread = threading.Thread(target=beat, name="fleet-beat", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 class Asked:

@@ -89,6 +89,11 @@ class LLM:
         return Totals(stats.prompt_tokens, stats.cached_tokens, stats.generated_tokens)
 
     @property
+    def steps(self) -> int:
+        """That the engine has taken."""
+        return self._engine.stats.steps
+
+    @property
     def gpu_peak_bytes(self) -> int | None:
         return None if self._watch is None else self._watch.gpu_peak_bytes
 

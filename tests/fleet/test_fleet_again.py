@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
+import time
 from collections.abc import Callable
 from contextlib import closing
+from multiprocessing.connection import Pipe
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fleet_cases import COUNT, order_of, texts
 from fleet_cases import asked as asked_of_processes
-from fleet_cases import order_of, texts
 from fleet_model import Prompter
 from test_fleet_faults import Scripted, asked, ends, ready
 
+from fakes import FakeLLM
 from minicpm_cli.errors import DeviceError, MinicpmError
+from minicpm_cli.fleet import fleet as fleet_module
+from minicpm_cli.fleet import worker
 from minicpm_cli.fleet.again import Again
 from minicpm_cli.fleet.fleet import _LIVES, _LOADS, Fleet
 from minicpm_cli.fleet.link import ProcessLink
-from minicpm_cli.fleet.messages import Ask, Failed, Finished
+from minicpm_cli.fleet.messages import Alive, Ask, Begun, Failed, Finished, Ready
 from minicpm_cli.llm.info import Totals
 from minicpm_cli.llm.llm import LLM
 from minicpm_cli.llm.prompter import Prompter as RealPrompter
@@ -161,6 +167,94 @@ def test_what_cannot_be_begun_is_told() -> None:
     with closing(fleet), pytest.raises(DeviceError, match="all workers have ended"):
         list(fleet.stream(asked(4)))
     assert said == ["a worker cannot be begun again: no memory for another process"]
+
+
+def test_one_that_takes_no_step_is_ended_and_begun_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_module, "_SILENCE", 0.3)
+    lives, said = iter(range(9)), list[str]()
+
+    def script(end: Any) -> None:
+        if next(lives):
+            answering(end, set())
+        end.send(ready())
+        while True:
+            end.recv()
+
+    fleet, links = begun_again(script, said)
+    with closing(fleet):
+        time.sleep(0.5)  # nothing was asked of it meanwhile
+        assert set(ends(fleet.stream(asked(4))).values()) == {"stop"}
+    assert len(links) == 2
+    assert "has taken no step" in said[0]
+    assert "is begun again" in said[1]
+
+
+def test_one_that_takes_its_time_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_module, "_SILENCE", 0.3)
+
+    def script(end: Any) -> None:
+        end.send(ready())
+        message = end.recv()
+        for _ in range(10):
+            time.sleep(0.1)
+            end.send(Alive())
+        end.send(Finished(message.epoch, message.request.id, (Event("0", finish="stop"),), Totals(), None))
+        end.recv()
+
+    fleet, links = begun_again(script)
+    with closing(fleet):
+        assert ends(fleet.stream(asked(1))) == {"0": "stop"}
+    assert len(links) == 1
+
+
+def test_what_was_said_while_nobody_listened_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when this process was stopped for a night."""
+    monkeypatch.setattr(fleet_module, "_SILENCE", 0.3)
+    monkeypatch.setattr(fleet_module, "_ABSENCE", 0.2)
+
+    def script(end: Any) -> None:
+        end.send(ready())
+        message = end.recv()
+        end.send(Begun(message.epoch, "0"))
+        time.sleep(0.6)
+        end.send(Finished(message.epoch, message.request.id, (Event("0", finish="stop"),), Totals(), None))
+        end.recv()
+
+    fleet, links = begun_again(script)
+    with closing(fleet):
+        events = fleet.stream(asked(1))
+        assert next(events).finish is None
+        time.sleep(0.5)
+        assert ends(events) == {"0": "stop"}
+    assert len(links) == 1
+
+
+def test_a_worker_beats_when_there_were_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "BEAT", 0.05)
+    llm, (ours, theirs) = FakeLLM(), Pipe()
+    thread = threading.Thread(target=worker.serve, args=(llm, theirs, worker.Outbox(theirs)))
+    thread.start()
+    assert isinstance(ours.recv(), Ready)
+    assert not ours.poll(0.3), "it has done nothing"
+    llm.steps += 1
+    assert isinstance(ours.recv(), Alive)
+    assert not ours.poll(0.3), "nothing more"
+    ours.close()
+    thread.join(5)
+    assert not any(thread.name == "fleet-beat" for thread in threading.enumerate())
+
+
+def test_a_process_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_module, "_SILENCE", 1.0)
+    order, said = order_of(tmp_path), list[str]()
+    links = [ProcessLink(order), ProcessLink(order)]
+    with closing(Fleet(RealPrompter.open(order.options, order.files), links, said.append)) as fleet:
+        assert fleet.gather() == 2
+        os.kill(links[0].pid, signal.SIGSTOP)
+        found = texts(fleet.stream([fleet.encoded(request) for request in asked_of_processes()]))
+    assert len(found) == COUNT
+    assert links[0]._process.returncode == -signal.SIGKILL
+    assert [line.split(";")[0] for line in said] == [said[0], "a worker has ended"]
 
 
 def test_the_only_process_is_killed_twice_and_all_is_answered_the_same(tmp_path: Path) -> None:
