@@ -205,7 +205,6 @@ class Fleet:
             for worker in self._workers:
                 if worker.drop():
                     worker.link.send(Stop())
-                worker.apart = worker.group = False
             self._again = Again()
 
     @property

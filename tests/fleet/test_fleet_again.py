@@ -115,9 +115,12 @@ def test_one_that_says_it_failed_is_begun_again_once() -> None:
             end.recv()  # until the fleet hangs up
 
     fleet, links = begun_again(script)
+    killed = list[bool]()
+    links[0].kill = lambda: killed.append(True)  # type: ignore[method-assign]
     with closing(fleet):
         assert set(ends(fleet.stream(asked(4))).values()) == {"stop"}
     assert len(links) == 2
+    assert killed, "it may still hold the memory that the next one needs"
 
 
 def test_a_worker_that_never_answers_is_not_begun_for_ever() -> None:
@@ -132,6 +135,43 @@ def test_a_worker_that_never_answers_is_not_begun_for_ever() -> None:
         with pytest.raises(DeviceError, match="all workers have ended"):
             list(fleet.stream(asked(1)))
     assert len(links) == _LIVES
+
+
+def test_a_worker_that_answers_may_die_as_often_as_it_likes() -> None:
+    def script(end: Any) -> None:
+        end.send(ready(1))
+        message = end.recv()
+        done = Event(message.request.id, finish="stop")
+        end.send(Finished(message.epoch, message.request.id, (done,), Totals(), None))
+
+    fleet, links = begun_again(script)
+    count = 2 * _LIVES
+    with closing(fleet):
+        assert ends(request for n in range(count) for request in fleet.stream(asked(n + 1)[n:])) == {
+            str(n): "stop" for n in range(count)
+        }
+    assert len(links) >= count
+
+
+def test_a_stream_that_ends_while_a_row_is_apart_leaves_nothing_behind() -> None:
+    fleet, _ = begun_again(lambda end: answering(end, {"3"}))
+    with closing(fleet):
+        events = fleet.stream(asked(5))
+        while not any(worker.apart for worker in fleet._workers):
+            next(events)
+        events.close()
+        assert ends(fleet.stream(asked(3))) == dict.fromkeys("012", "stop")
+
+
+def test_one_that_is_apart_has_no_seat_for_others() -> None:
+    fleet, _ = begun_again(lambda end: answering(end, set()))
+    with closing(fleet):
+        fleet._workers[0].apart = True
+        assert fleet._ask(iter(asked(1)))
+        assert not fleet._workers[0].open
+        fleet._workers[0].apart = False
+        fleet._ask(iter(asked(1)))
+        assert fleet._workers[0].open
 
 
 def test_a_worker_that_cannot_load_any_more_is_not_begun_for_ever() -> None:
@@ -203,6 +243,7 @@ def test_one_that_takes_its_time_is_left_alone(monkeypatch: pytest.MonkeyPatch) 
 
     fleet, links = begun_again(script)
     with closing(fleet):
+        time.sleep(0.5)  # nothing is asked of it yet
         assert ends(fleet.stream(asked(1))) == {"0": "stop"}
     assert len(links) == 1
 
