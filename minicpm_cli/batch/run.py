@@ -92,10 +92,10 @@ class _Run:
             raise Interrupted(self._kept()) from None
         except BrokenPipeError:
             raise
-        except Exception:
+        except Exception as error:
             if self.counts.finished or self._open:
                 self._stopped(interrupted=False)
-                self._progress.say(self._kept())
+                self._progress.say(self._kept() + self._advice(error))
             raise
 
     def summarize(self, *, interrupted: bool) -> BatchSummary:
@@ -128,6 +128,13 @@ class _Run:
         if self._out.held:
             said += f" {self._out.held:,} more waited for the rows before them and will be run again."
         return f"{said} Run the same command again to go on."
+
+    def _advice(self, error: Exception) -> str:
+        """What nobody foresaw on a GPU is mostly a fault of the GPU: a process that has met it cannot go on."""
+        on_gpu = self._llm is not None and self._llm.info.device.startswith("cuda")
+        if not on_gpu or isinstance(error, MinicpmError):
+            return ""
+        return " With --gpus 1 an engine that fails is begun again by itself."
 
     def _look(self) -> Counts:
         """The counts of this moment; the progress asks for them from its thread."""

@@ -10,6 +10,7 @@ import threading
 import time
 import tracemalloc
 from collections.abc import Generator, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from minicpm_cli.batch.order import InOrder, restore_order
 from minicpm_cli.batch.run import run_batch
 from minicpm_cli.batch.scan import scan_input
 from minicpm_cli.errors import DeviceError, FileError, Interrupted, ModelNotFound, RequestError, UsageError
+from minicpm_cli.llm.info import LLMInfo
 from minicpm_cli.types import Event, Request
 
 
@@ -564,6 +566,28 @@ def test_a_stopped_run_says_what_is_kept(source: Path, out: Path, slow: str, kep
     with pytest.raises(Interrupted, match=said):
         run(source, out, Stopped(answer=lambda r: "w " * (100 if r.id == slow else 1)), ordered=True)
     assert len(rows(out)) == kept
+
+
+@pytest.mark.parametrize(("device", "advised"), [("cuda:0", True), ("cpu", False)])
+@pytest.mark.parametrize("error", [RuntimeError("CUDA error: an illegal memory access"), DeviceError("broken")])
+def test_a_gpu_that_fails_costs_a_run_that_need_not_end(
+    source: Path, out: Path, device: str, advised: bool, error: Exception, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Broken(FakeLLM):
+        @property
+        def info(self) -> LLMInfo:
+            return replace(super().info, device=device)
+
+        def _events(self, request: Request) -> Any:
+            if request.id == "9":
+                raise error
+            return super()._events(request)
+
+    with pytest.raises(type(error)):
+        run(source, out, Broken(), progress=True)
+    said = capsys.readouterr().err
+    assert "Run the same command again to go on." in said
+    assert ("With --gpus 1" in said) is (advised and isinstance(error, RuntimeError))
 
 
 # ---- size ---------------------------------------------------------------------------------------------------------
