@@ -131,7 +131,7 @@ class _Run:
 
     def _advice(self, error: Exception) -> str:
         """What nobody foresaw on a GPU is mostly a fault of the GPU: a process that has met it cannot go on."""
-        on_gpu = self._llm is not None and self._llm.info.device.startswith("cuda")
+        on_gpu = self._host.device is not None and self._host.device.startswith("cuda")
         if not on_gpu or isinstance(error, MinicpmError):
             return ""
         return " With --gpus 1 an engine that fails is begun again by itself."
