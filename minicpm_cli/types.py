@@ -83,6 +83,7 @@ class SamplingParams:
     `logprobs` N returns the N most likely tokens' log-probabilities beside the chosen one's.
     `think` None leaves the template's default. `schema` (JSON text) or `regex` constrains the answer, not the thinking;
     `{"type": "object"}` is any JSON object. `logit_bias` are tokens and what is added to their scores.
+    No answer ends by itself before `min_tokens`; a stop string ends it.
     With `ignore_eos` an answer goes on where the model would end it, unless a schema or regex says where that is.
     """
 
@@ -94,6 +95,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     max_tokens: int | None = None
+    min_tokens: int = 0
     stop: tuple[str, ...] = ()
     seed: int | None = None
     logprobs: int | None = None
@@ -111,7 +113,12 @@ class SamplingParams:
         """
         over = check_sampling(given)
         under = replace(self, schema=None, regex=None) if over.keys() & {"schema", "regex"} else self
-        return replace(under, **over)
+        params = replace(under, **over)
+        if params.max_tokens is not None and params.min_tokens > params.max_tokens:
+            raise RequestError(
+                "bad_parameter", f"min_tokens is {params.min_tokens}, more than max_tokens, {params.max_tokens}"
+            )
+        return params
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,6 +297,7 @@ _CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
     "presence_penalty": _number(-2, 2),
     "frequency_penalty": _number(-2, 2),
     "max_tokens": _integer(1, 2**31 - 1),
+    "min_tokens": _integer(0, 2**31 - 1),
     "stop": _stops,
     "seed": _integer(0, 2**64 - 1),
     "logprobs": _integer(0, 20),

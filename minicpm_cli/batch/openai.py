@@ -18,6 +18,7 @@ _PASSED = frozenset(
     (
         *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
         *("stop", "seed", "max_tokens", "think", "think_budget", "regex", "logit_bias", "ignore_eos"),
+        "min_tokens",
     )
 )
 _HANDLED = frozenset(

@@ -92,6 +92,7 @@ SAMPLING = (
     _option("frequency_penalty", float, "From -2 to 2.", "--frequency-penalty", metavar="F"),
     _option("seed", int, "The same seed, the same answer.", "--seed", metavar="N"),
     _option("max_tokens", int, "At most this many new tokens.", "-n", "--max-tokens", metavar="N"),
+    _option("min_tokens", int, "No end before this many new tokens.", "--min-tokens", metavar="N"),
     _option("stop", list[str], "End the answer before this text; repeatable.", "--stop", metavar="STR"),
     _option("logit_bias", list[str], "Add to a token's score; repeatable.", "--logit-bias", metavar="ID=BIAS"),
     _option("ignore_eos", bool, "Go on where the model would end, as benchmarks do.", "--ignore-eos"),

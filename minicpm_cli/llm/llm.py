@@ -15,6 +15,8 @@ import torch
 from minicpm_cli.doctor import why_no_gpu
 from minicpm_cli.engine.engine import Engine, EngineRequest, TokenEvent
 from minicpm_cli.engine.memory import MemoryPlan
+from minicpm_cli.errors import RequestError
+from minicpm_cli.grammar.mask import GrammarMask
 from minicpm_cli.hub.files import ModelFiles
 from minicpm_cli.llm.checkpoint import KERNELS
 from minicpm_cli.llm.device import choose_device, choose_dtype, dtype_name
@@ -25,10 +27,11 @@ from minicpm_cli.llm.watch import Watch
 from minicpm_cli.model.config import ModelConfig
 from minicpm_cli.model.kv_format import KVFormat
 from minicpm_cli.settings import LoadOptions
+from minicpm_cli.text.at_least import AtLeast
 from minicpm_cli.text.detok import TextSink
 from minicpm_cli.text.thinking import ThinkBudget, think_budget
 from minicpm_cli.text.tool_calls import CallSink, Piece
-from minicpm_cli.types import Channel, Event, FinishReason, Logprob, Request, SamplingParams
+from minicpm_cli.types import Channel, Event, FinishReason, Logprob, Request, SamplingParams, TokenMask
 
 SEED_BITS = 53  # a JSON number holds it exactly
 
@@ -175,15 +178,30 @@ class LLM:
         sink = TextSink(self._prompter.tokenizer, params.stop, prompt.channel, shown=shown)
         budget = think_budget(params, self._prompter.tokenizer, sink)
         rules = calls.forced.rules if calls else None
-        mask = self._prompter.grammars.mask(params, sink, budget, request.prefill, rules) or budget
+        grammar = self._prompter.grammars.mask(params, sink, budget, request.prefill, rules)
+        mask = self._at_least(params, grammar, budget)
         out = CallSink(sink, calls.stream(request.id, seed)) if calls else sink
         eos_ids = frozenset[int]() if params.ignore_eos else self._prompter.eos_ids  # a mask ends its answer by itself
         engine_request = EngineRequest(
             request.id, tuple(prompt.ids or ()), params, seed, eos_ids=eos_ids, sink=out, mask=mask
         )
-        asked = mask is not None and mask is not budget and params is request.params and rules is None  # calls are none
+        asked = grammar is not None and params is request.params and rules is None  # calls are none
         follows = partial(self._prompter.grammars.complete, params) if asked else None
         return engine_request, _Running(request.id, out, seed, follows, [request.prefill], budget)
+
+    def _at_least(
+        self, params: SamplingParams, grammar: GrammarMask | None, budget: ThinkBudget | None
+    ) -> TokenMask | None:
+        """The mask of an answer that may have to be of some length. Raises RequestError(bad_parameter)."""
+        if not params.min_tokens or params.ignore_eos:
+            return grammar or budget
+        if grammar is not None:
+            raise RequestError(
+                "bad_parameter",
+                f"min_tokens is {params.min_tokens}, but a schema, a regex or a tool's call says where it ends. "
+                "Ask for its length there.",
+            )
+        return AtLeast(params.min_tokens, self._prompter.eos_ids, budget)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ _CONNECT = 10.0  # seconds
 _BUSY = (429, 503)
 _SENT = (
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
-    *("max_tokens", "seed", "regex", "think_budget", "ignore_eos"),
+    *("max_tokens", "seed", "regex", "think_budget", "ignore_eos", "min_tokens"),
 )
 _FINISHES: Mapping[str, FinishReason] = {
     "length": "length",

@@ -24,7 +24,7 @@ from minicpm_cli.types import Message, Request, Role, SamplingParams, ToolCall
 
 _PASSED = (
     *("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
-    *("stop", "regex", "logit_bias", "ignore_eos"),
+    *("stop", "regex", "logit_bias", "ignore_eos", "min_tokens"),
 )
 _COMPLETION_TOKENS = 16  # OpenAI's own, where a completion does not say how long it may be
 _ANY_OBJECT = '{"type": "object"}'

@@ -112,6 +112,7 @@ class Drawn(Strict):
     regex: Text | None = None
     logit_bias: Annotated[dict[Token, Bias], Field(max_length=MAX_BIASES)] | None = None
     ignore_eos: bool | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=COUNT)] | None = None
     # They change nothing here.
     user: Text | None = None
     metadata: dict[Text, Any] | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from minicpm_cli.text.at_least import bit
 from minicpm_cli.text.detok import THINK_TAGS, TextSink, ThinkTags
 from minicpm_cli.text.tokenizer import Tokenizer
 from minicpm_cli.types import FinishReason, SamplingParams
@@ -40,7 +41,7 @@ class ThinkBudget:
         if self._forced:
             token = self._closing[self._place]
             row[:] = 0
-            row[token // 32] = _bit(token % 32)
+            row[token // 32] = bit(token % 32)
 
     @property
     def forced(self) -> bool:
@@ -58,8 +59,3 @@ class ThinkBudget:
         self._forced = self._thinking and self._left <= 0
         self.spent = self.spent or (self._forced and thought)
         return None
-
-
-def _bit(place: int) -> int:
-    """As a signed word of 32 bits has it."""
-    return 1 << place if place < 31 else -(1 << 31)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from minicpm_cli.errors import RequestError
 from minicpm_cli.types import Message, Request, SamplingParams
 
 PARAMS = SamplingParams(max_tokens=5, seed=1)
@@ -34,6 +35,36 @@ def test_the_model_s_end_may_be_ignored(load) -> None:
     }
     assert ends["on"].usage is not None
     assert ends["on"].usage.completion_tokens == PARAMS.max_tokens
+
+
+@pytest.mark.parametrize("least", [1, 3, 5])
+def test_an_answer_has_so_many_tokens_before_it_may_end(load, least: int) -> None:
+    """However much the model wants to; thinking with a budget counts, too."""
+    llm = load()
+    end = min(llm._prompter.eos_ids)
+    ending = replace(PARAMS, logit_bias=((end, 100.0),), min_tokens=least)
+    asked = {"a": ending, "b": replace(ending, think_budget=2), "c": replace(ending, max_tokens=None)}
+    ends = {
+        e.id: e for e in llm.stream([Request(name, "hello you", params) for name, params in asked.items()]) if e.finish
+    }
+    assert {event.finish for event in ends.values()} == {"stop" if least < 5 else "length", "stop"}
+    assert ends["c"].usage.completion_tokens == least + 1
+    assert ends["a"].usage.completion_tokens == min(least + 1, 5)
+
+
+def test_what_says_itself_where_an_answer_ends_takes_no_least_length(load) -> None:
+    params = replace(PARAMS, min_tokens=3, regex="[ab]")
+    (event,) = load().stream([Request("a", "hello you", params)])
+    assert isinstance(event.error, RequestError)
+    assert (event.error.code, "regex" in str(event.error)) == ("bad_parameter", True)
+
+
+def test_a_stop_string_ends_an_answer_before_its_least_length(load) -> None:
+    llm = load()
+    params = replace(PARAMS, min_tokens=5)
+    text = "".join(event.text for event in llm.stream([Request("a", "hello you", params)]))
+    params = replace(params, stop=(text[:1],))
+    assert [event.finish for event in llm.stream([Request("a", "hello you", params)]) if event.finish] == ["stop"]
 
 
 @pytest.mark.parametrize(("tail", "channel"), [("<think>\n", "think"), ("<think>\n\n</think>\n\n", "answer")])

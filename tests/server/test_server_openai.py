@@ -71,6 +71,18 @@ def test_an_answer_may_go_on_where_it_would_end(serve) -> None:
         assert server.llm.seen[-1].params.ignore_eos is asked
 
 
+def test_an_answer_may_have_to_be_of_some_length(serve) -> None:
+    server = serve()
+    server.client().chat.completions.create(model="fake", messages=ASKED, extra_body={"min_tokens": 7})
+    assert server.llm.seen[-1].params.min_tokens == 7
+    server.client().responses.create(model="fake", input="q", extra_body={"min_tokens": 8})
+    assert server.llm.seen[-1].params.min_tokens == 8
+    llm = RemoteLLM.open(server.url, None, None, {})
+    for asked in (9, 0):
+        list(llm.stream([Request("a", (Message("user", "q"),), SamplingParams(min_tokens=asked))]))
+        assert server.llm.seen[-1].params.min_tokens == asked
+
+
 def test_several_choices_have_their_own_seeds_and_places(serve) -> None:
     server = serve(FakeLLM(answer=lambda request: f"seed {request.params.seed}"))
     answer = server.client().chat.completions.create(model="fake", messages=ASKED, n=3, seed=5)
