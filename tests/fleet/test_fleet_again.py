@@ -195,7 +195,7 @@ def test_one_that_never_had_its_model_is_not_begun_again() -> None:
 
 def test_what_cannot_be_begun_is_told() -> None:
     def anew(number: int) -> Any:
-        raise OSError("no memory for another process")
+        raise RuntimeError("no cluster any more")
 
     said = list[str]()
 
@@ -206,7 +206,7 @@ def test_what_cannot_be_begun_is_told() -> None:
     fleet = Fleet(Prompter(), [Scripted(script)], said.append, anew)  # type: ignore[arg-type]
     with closing(fleet), pytest.raises(DeviceError, match="all workers have ended"):
         list(fleet.stream(asked(4)))
-    assert said == ["a worker cannot be begun again: no memory for another process"]
+    assert said == ["a worker cannot be begun again: no cluster any more"]
 
 
 def test_one_that_takes_no_step_is_ended_and_begun_again(monkeypatch: pytest.MonkeyPatch) -> None:
