@@ -113,12 +113,7 @@ class SamplingParams:
         """
         over = check_sampling(given)
         under = replace(self, schema=None, regex=None) if over.keys() & {"schema", "regex"} else self
-        params = replace(under, **over)
-        if params.max_tokens is not None and params.min_tokens > params.max_tokens:
-            raise RequestError(
-                "bad_parameter", f"min_tokens is {params.min_tokens}, more than max_tokens, {params.max_tokens}"
-            )
-        return params
+        return replace(under, **over)
 
 
 @dataclass(frozen=True, slots=True)

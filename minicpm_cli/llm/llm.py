@@ -193,6 +193,11 @@ class LLM:
         self, params: SamplingParams, grammar: GrammarMask | None, budget: ThinkBudget | None
     ) -> TokenMask | None:
         """The mask of an answer that may have to be of some length. Raises RequestError(bad_parameter)."""
+        if params.max_tokens is not None and params.min_tokens > params.max_tokens:
+            raise RequestError(
+                "bad_parameter",
+                f"min_tokens is {params.min_tokens}, more than max_tokens, {params.max_tokens}. Change one of them.",
+            )
         if not params.min_tokens or params.ignore_eos:
             return grammar or budget
         if grammar is not None:

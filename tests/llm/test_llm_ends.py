@@ -59,6 +59,15 @@ def test_what_says_itself_where_an_answer_ends_takes_no_least_length(load) -> No
     assert (event.error.code, "regex" in str(event.error)) == ("bad_parameter", True)
 
 
+def test_an_answer_cannot_be_longer_than_it_may_be(load) -> None:
+    """That is no reason to answer nobody else."""
+    asked = {"a": replace(PARAMS, min_tokens=6), "b": replace(PARAMS, min_tokens=5)}
+    events = {e.id: e for e in load().stream([Request(name, "hello you", p) for name, p in asked.items()]) if e.finish}
+    assert isinstance(events["a"].error, RequestError)
+    assert "min_tokens is 6, more than max_tokens, 5" in str(events["a"].error)
+    assert events["b"].error is None
+
+
 def test_a_stop_string_ends_an_answer_before_its_least_length(load) -> None:
     llm = load()
     params = replace(PARAMS, min_tokens=5)

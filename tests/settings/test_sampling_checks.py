@@ -74,10 +74,3 @@ def test_biases(value: Any) -> None:
 def test_laid_over_the_defaults() -> None:
     params = SamplingParams(temperature=0.5).checked({"top_p": 0.8, "stop": "x", "seed": None})
     assert (params.temperature, params.top_p, params.stop, params.seed) == (0.5, 0.8, ("x",), None)
-
-
-def test_an_answer_cannot_be_longer_than_it_may_be() -> None:
-    with pytest.raises(RequestError, match="min_tokens is 9, more than max_tokens, 8"):
-        SamplingParams(max_tokens=8).checked({"min_tokens": 9})
-    assert SamplingParams(max_tokens=8).checked({"min_tokens": 8}).min_tokens == 8
-    assert SamplingParams().checked({"min_tokens": 9000}).min_tokens == 9000
