@@ -122,4 +122,10 @@ def starter(ray: Any, order: Order, cpus: int) -> Callable[[int], RayLink]:
         "hear": ray.method(concurrency_group="hear")(Hosted.hear),
     }
     remote = ray.remote(concurrency_groups={"tell": 1, "hear": 1}, **needs)(type("Worker", (Hosted,), members))
-    return lambda _: RayLink(ray, remote.remote(order))
+
+    def start(_: int) -> RayLink:
+        if not any(node["Alive"] for node in ray.nodes()):
+            raise DeviceError("the Ray cluster has no node any more.")
+        return RayLink(ray, remote.remote(order))
+
+    return start

@@ -21,7 +21,7 @@ from test_fleet_faults import Scripted, asked, ends, ready
 from fakes import FakeLLM
 from minicpm_cli.errors import DeviceError, MinicpmError
 from minicpm_cli.fleet import fleet as fleet_module
-from minicpm_cli.fleet import worker
+from minicpm_cli.fleet import ray_link, worker
 from minicpm_cli.fleet.again import Again
 from minicpm_cli.fleet.fleet import _LIVES, _LOADS, Fleet
 from minicpm_cli.fleet.link import ProcessLink
@@ -296,6 +296,21 @@ def test_a_process_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.Monke
     assert len(found) == COUNT
     assert links[0]._process.returncode == -signal.SIGKILL
     assert [line.split(";")[0] for line in said] == [said[0], "a worker has ended"]
+
+
+def test_no_actor_waits_for_a_cluster_that_is_gone(tmp_path: Path) -> None:
+    class Gone:
+        def method(self, **_: object) -> Any:
+            return lambda function: function
+
+        def remote(self, **_: object) -> Any:
+            return lambda made: None  # no actor can be made of it
+
+        def nodes(self) -> list[dict[str, bool]]:
+            return [{"Alive": False}]
+
+    with pytest.raises(DeviceError, match="has no node any more"):
+        ray_link.starter(Gone(), order_of(tmp_path), 1)(0)
 
 
 def test_the_only_process_is_killed_twice_and_all_is_answered_the_same(tmp_path: Path) -> None:
