@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from minicpm_cli.errors import RequestError
 from minicpm_cli.grammar.source import reason
+from minicpm_cli.text.bitmask import put
 from minicpm_cli.types import FinishReason
 
 Row = NDArray[np.int32]
@@ -65,7 +66,7 @@ class GrammarMask:
     def fill(self, row: Row) -> None:
         if self._free:
             for token in self._ends:
-                _set(row, token, allowed=False)
+                put(row, token, allowed=False)
             if self._budget is not None:
                 self._budget.fill(row)
             return
@@ -74,7 +75,7 @@ class GrammarMask:
         row[: len(allowed)] = allowed[: len(row)]
         row[len(allowed) :] = 0
         for token in self._also:
-            _set(row, token, allowed=True)
+            put(row, token, allowed=True)
 
     def accept(self, token: int) -> FinishReason | None:
         was_free, also = self._free, self._also
@@ -102,11 +103,3 @@ class GrammarMask:
             raise RequestError(
                 "schema_invalid", f"the answer cannot go on as asked: {reason(self._matcher.get_error())}"
             )
-
-
-def _set(row: Row, token: int, *, allowed: bool) -> None:
-    """A model may have fewer tokens than its tokenizer."""
-    word, bit = token // 32, 1 << token % 32
-    if word < len(row):
-        signed = bit if bit < 1 << 31 else -bit
-        row[word] = row[word] | signed if allowed else row[word] & ~signed

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from minicpm_cli.text.bitmask import put
 from minicpm_cli.types import FinishReason, TokenMask
 
 
@@ -19,14 +20,8 @@ class AtLeast:
             self._other.fill(row)
         if self._left > 0:
             for token in self._ends:
-                if token // 32 < len(row):  # a model may have fewer tokens than its tokenizer
-                    row[token // 32] &= ~bit(token % 32)
+                put(row, token, allowed=False)
 
     def accept(self, token: int) -> FinishReason | None:
         self._left -= 1
         return None if self._other is None else self._other.accept(token)
-
-
-def bit(place: int) -> int:
-    """As a signed word of 32 bits has it."""
-    return 1 << place if place < 31 else -(1 << 31)

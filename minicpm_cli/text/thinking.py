@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from minicpm_cli.text.at_least import bit
+from minicpm_cli.text.bitmask import bit
 from minicpm_cli.text.detok import THINK_TAGS, TextSink, ThinkTags
 from minicpm_cli.text.tokenizer import Tokenizer
 from minicpm_cli.types import FinishReason, SamplingParams
