@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from minicpm_cli.bench.kernels import Call, Case
+from minicpm_cli.bench.kernels import Call, Case, Make
 from minicpm_cli.bench.weights import RandomSource
 from minicpm_cli.kernels.batch import ForwardBatch
 from minicpm_cli.kernels.cache import LayerCache, beside, encode
@@ -35,7 +35,6 @@ PROMPTS = ((1, 2048), (16, 512))
 HEAD_BITS = {None: 16, "w8": 8, "w4": 4}
 CACHES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 ROWS = (1, 8, 64)  # of the activations that small products multiply
-Make = Callable[[], list[Case]]
 
 
 def makers(

@@ -32,6 +32,9 @@ class Case:
     calls: Sequence[Call]
 
 
+Make = Callable[[], list[Case]]
+
+
 @dataclass(frozen=True, slots=True)
 class Kernel:
     """`rates` and `limit` in `unit`."""
@@ -56,7 +59,7 @@ def measure_kernels(
 
 
 def tried(
-    makers: Iterable[tuple[str, Callable[[], list[Case]]]],
+    makers: Iterable[tuple[str, Make]],
     limits: Mapping[Unit, float],
     device: torch.device,
     say: Callable[[str], None],
@@ -77,7 +80,7 @@ def _cause(error: BaseException) -> str:
 
 
 @torch.inference_mode()
-def _measured(make: Callable[[], list[Case]], limits: Mapping[Unit, float], device: torch.device) -> list[Kernel]:
+def _measured(make: Make, limits: Mapping[Unit, float], device: torch.device) -> list[Kernel]:
     """What `make` makes is freed at the end."""
     kernels = []
     for case in make():

@@ -1,4 +1,4 @@
-"""Packed integers times the rows of a batch of sequences: 2 to about 128, between a GEMV and a prefill."""
+"""Packed integers times the rows of a batch: 2 to about 128, between a GEMV and a prefill; a head's any."""
 
 from __future__ import annotations
 
