@@ -110,7 +110,8 @@ def served() -> Iterator[Any]:
 
 @pytest.mark.usefixtures("small")
 def test_a_server_is_measured(served) -> None:
-    llm = FakeLLM(answer=lambda request: "word " * 100, delay=0.001, seats=8)
+    # Slow enough that no two tokens are ready at once, which would go out as one chunk.
+    llm = FakeLLM(answer=lambda request: "word " * 100, delay=0.01, seats=8)
     url, said = served(llm), list[str]()
     found = measure_load(LoadOptions(url, 3, 7, "sesame").checked(), said.append)
     assert said == ["7 requests of 64 tokens, 8 drawn for each, by 3 streams"]
