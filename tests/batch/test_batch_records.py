@@ -144,6 +144,8 @@ def test_openai_lines() -> None:
     assert row.given == {"max_tokens": 9, "stop": ("a",)}
     assert parsed(chat(logprobs=True, top_logprobs=3)).given == {"logprobs": 3}
     assert parsed(chat(logprobs=False)).given == {}
+    assert parsed(chat(min_tokens=3, ignore_eos=True)).given == {"min_tokens": 3, "ignore_eos": True}
+    assert parsed({"prompt": "hi", "min_tokens": 3}).given == {"min_tokens": 3}
     assert parsed(chat(chat_template_kwargs={"enable_thinking": False})).given == {"think": False}
     row = parsed({"custom_id": "c", "url": "/v1/completions", "body": {"prompt": ["once"], "logprobs": 2}})
     assert (row.kind, row.messages, row.given) == ("completion", "once", {"logprobs": 2})

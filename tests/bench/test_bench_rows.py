@@ -88,6 +88,9 @@ def test_a_line_of_several_versions_names_what_the_fewer_measured() -> None:
     rows = [row(GPU, "decode", 1.0), row(GPU, "load", 2.0), row(newer, "load", 3.0), row(GPU, "ttft128", 4.0)]
     last = markdown_table(rows, ["decode", "ttft128", "load"]).split("\n")[-1]
     assert last == "| minicpm5-1b | bf16 | minicpm-cli | 1 | 4 | 3 | 0.1.0; load: 0.2.0 |"
+    rows += [row(newer, "decode", 5.0), row(GPU, "load", 7.0), row(newer, "ttft128", 6.0)]
+    last = markdown_table(rows, ["decode", "ttft128", "load"]).split("\n")[-1]
+    assert last == "| minicpm5-1b | bf16 | minicpm-cli | 5 | 6 | 7 | 0.2.0; load: 0.1.0 |"
 
 
 def test_what_is_no_column_is_in_no_table() -> None:
